@@ -1,0 +1,66 @@
+"""Context extension for loaded transformers models: change how position is encoded, in place and reversibly."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posext.errors import NoSiteError, PatchError
+    from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
+    from hf_posext.inspection import PositionReport, inspect_model, list_methods
+    from hf_posext.loading import export_config, load_pretrained
+    from hf_posext.patching import patch_model, patched, suspended, unpatch_model
+    from hf_posext.records import PatchRecord, record_of, write_record
+
+# Name -> module that defines it; imported on first use, so that `import hf_posext` costs nothing.
+_WHERE = {
+    "NoSiteError": "errors",
+    "PatchError": "errors",
+    "PatchRecord": "records",
+    "PerplexityReport": "evaluation.perplexity",
+    "PositionReport": "inspection",
+    "export_config": "loading",
+    "inspect_model": "inspection",
+    "list_methods": "inspection",
+    "load_pretrained": "loading",
+    "patch_model": "patching",
+    "patched": "patching",
+    "perplexity": "evaluation.perplexity",
+    "record_of": "records",
+    "suspended": "patching",
+    "unpatch_model": "patching",
+    "write_record": "records",
+}
+
+__all__ = [
+    "NoSiteError",
+    "PatchError",
+    "PatchRecord",
+    "PerplexityReport",
+    "PositionReport",
+    "export_config",
+    "inspect_model",
+    "list_methods",
+    "load_pretrained",
+    "patch_model",
+    "patched",
+    "perplexity",
+    "record_of",
+    "suspended",
+    "unpatch_model",
+    "write_record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("hf_posext")
+    if name in _WHERE:
+        return getattr(import_module(f"hf_posext.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'hf_posext' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,91 @@
+"""Resolves and validates the numbers of a patch: factor, target length, trained length, layers. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+from hf_posext.errors import unknown
+
+LAYERS = ("full", "all")
+
+
+def check_factor(factor: object) -> float:
+    """A finite number >= 1 as float.
+
+    Raises:
+        TypeError: not a number (bool and str included).
+        ValueError: nan, infinite or below 1.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, Real):
+        raise TypeError(f"`factor` must be a finite number >= 1, got {factor!r} of type {type(factor).__name__}.")
+    if not math.isfinite(factor) or factor < 1:
+        hint = " To shorten a context lower `max_position_embeddings` instead." if factor < 1 else ""
+        raise ValueError(f"`factor` must be a finite number >= 1, got {factor!r}.{hint}")
+    return float(factor)
+
+
+def check_length(name: str, value: object) -> int:
+    """A positive whole number of tokens as int.
+
+    Raises:
+        TypeError: not a whole number (bool included).
+        ValueError: below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be a whole number of tokens, got {value!r} of type {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1 token, got {value!r}.")
+    return int(value)
+
+
+def resolve_factor(factor: object, target_length: object, trained_length: int) -> tuple[float, int]:
+    """Factor s = T / N and target length T in tokens, from exactly one of the two.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: both or neither given, factor < 1, or a target below the trained length.
+    """
+    if (factor is None) == (target_length is None):
+        given = "neither" if factor is None else f"`factor`={factor!r} and `target_length`={target_length!r}"
+        raise ValueError(
+            f"Give exactly one of `factor` and `target_length`, got {given}. "
+            f"For twice the trained {trained_length} tokens: factor=2 or target_length={2 * trained_length}."
+        )
+    if target_length is None:
+        factor = check_factor(factor)
+        return factor, math.floor(trained_length * factor + 1e-9)
+    target = check_length("target_length", target_length)
+    if target < trained_length:
+        raise ValueError(
+            f"`target_length` must be at least the trained length {trained_length}, got {target}. "
+            "To shorten a context lower `max_position_embeddings` instead."
+        )
+    return target / trained_length, target
+
+
+def check_choice(name: str, value: object, allowed: Iterable[str]) -> str:
+    """One of a few words.
+
+    Raises:
+        ValueError: anything else.
+    """
+    allowed = list(allowed)
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(unknown(f"value of `{name}`:", value, allowed))
+    return value
+
+
+def check_positive(name: str, value: object) -> float:
+    """A finite number > 0 as float.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: nan, infinite, zero or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a finite number > 0, got {value!r} of type {type(value).__name__}.")
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"`{name}` must be a finite number > 0, got {value!r}.")
+    return float(value)

@@ -1,0 +1,80 @@
+"""The command line `posext`: one module per command. Heavy imports happen in the commands, so that help is instant."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from hf_posext.cli import demo, evaluate, inspect, methods, patch
+from hf_posext.errors import PatchError
+
+BAD_INPUT = 2  # exit code, as for usage errors
+INTERRUPTED = 130
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # of click, which newer typer carries inside
+
+app = typer.Typer(
+    name="posext",
+    help="Longer contexts for transformers models: inspect, patch, evaluate.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.run)
+app.command("inspect")(inspect.run)
+app.command("methods")(methods.run)
+app.command("patch")(patch.run)
+app.command("eval")(evaluate.run)
+
+
+def show_version(asked: bool) -> None:
+    """Prints the version of the package and ends."""
+    if asked:
+        typer.echo(f"posext {version('hf_posext')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Longer contexts for transformers models: inspect, patch, evaluate."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command line and says on one line of stderr what is wrong with it, if anything is.
+
+    Args:
+        arguments: without the name of the program; those of the process if None.
+
+    Returns:
+        The exit code: 0, or 2 for bad input.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = " ".join(["posext", *(name for name in arguments[:1] if not name.startswith("-"))])
+    try:
+        return app(arguments, prog_name="posext", standalone_mode=False) or 0
+    except USAGE_ERROR as error:
+        context = getattr(error, "ctx", None)
+        return refuse(error.format_message(), context.command_path if context else command)  # type: ignore[attr-defined]
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0
+    except (ValueError, TypeError, PatchError, OSError) as error:
+        logging.getLogger(__name__).debug("bad input", exc_info=error)
+        return refuse(str(error), command)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+
+
+def refuse(message: str, command: str) -> int:
+    """Writes one line with an error and where to read on; returns the exit code."""
+    sentence = " ".join(message.split())
+    stop = "" if sentence.endswith((".", "?", "!")) else "."
+    typer.echo(f"error: {sentence}{stop} Hint: see `{command} --help`.", err=True)
+    return BAD_INPUT

@@ -1,0 +1,216 @@
+"""`posext demo`: the whole story on an embedded model, offline: inspect, patch, measure, read the numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from hf_posext.cli._terminal import DEMO, JsonOption, quiet, show, show_json, write_report
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hf_posext.evaluation.perplexity import PerplexityReport
+
+METHODS = ("pi", "ntk", "ntk_by_parts", "yarn")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is measured.
+
+    Attributes:
+        factors: context lengths as multiples of the trained length; the first is 1.
+        documents: documents read at most; None reads all.
+        endpoints: places in each document where targets end.
+        targets: tokens scored at each.
+    """
+
+    factors: tuple[int, ...] = (1, 2, 4, 8, 16)
+    documents: int | None = None
+    endpoints: int = 2
+    targets: int = 128
+
+
+QUICK = Scope(factors=(1, 2, 4), endpoints=1)
+
+
+@dataclass(frozen=True)
+class Story:
+    """What was measured.
+
+    Attributes:
+        gain: the bars, and each method patched with the factor that fits each context length.
+        price: contexts of the trained length only, unpatched and patched for the longest context.
+    """
+
+    gain: PerplexityReport
+    price: PerplexityReport
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Trained length and longest context, in tokens."""
+        lengths = self.gain.protocol["context_lengths"]
+        return lengths[0], lengths[-1]
+
+
+def run(
+    quick: Annotated[bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer targets.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for report.json and plot.png.")] = Path("posext_demo"),
+    model: Annotated[str, typer.Option(help="Name of an embedded model.")] = "llama",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show on a tiny embedded model what context extension gains, and what it costs. No network, no GPU."""
+    started = time.perf_counter()
+    with quiet():
+        import torch
+
+        from hf_posext.demo import load_demo
+        from hf_posext.inspection import inspect_model
+
+        torch.set_num_threads(threads or torch.get_num_threads())
+        network, tokenizer, documents = load_demo(model.removeprefix(DEMO))
+        positions = inspect_model(network)
+        if not as_json:
+            show(positions, "")
+        story = measure(
+            network, tokenizer, documents, int(network.config.max_position_embeddings), QUICK if quick else Scope()
+        )
+        sentences = read(story)
+        data = story.gain.to_dict() | {
+            "inspect": positions.to_dict(),
+            "short_text": story.price.rows,
+            "reading": sentences,
+        }
+        files = write_report(story.gain, data, out)
+    if as_json:
+        show_json(data | {"files": [str(path) for path in files]})
+    else:
+        show(story.gain, "", *(Text(f"- {sentence}") for sentence in sentences), "")
+        show(*(f"saved {path}" for path in files))
+    typer.echo(f"took {time.perf_counter() - started:.1f} s", err=True)
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Scores one model at one context length after the other, always on the targets that the longest context has.
+
+    Attributes:
+        model: the model, not patched.
+        tokenizer: its tokenizer.
+        documents: token ids, each int64 [tokens].
+        longest: the longest context length in tokens.
+        scope: how much is measured.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    documents: list[Tensor]
+    longest: int
+    scope: Scope
+
+    def score(self, context_lengths: list[int], **arguments: Any) -> PerplexityReport:
+        """Perplexity at some context lengths, the model as it is now.
+
+        `perplexity` spreads the endpoints from the first that is deep enough for its longest context. Tokens that no
+        shorter context can reach are cut off in front, so that the endpoints stay those of the longest.
+        """
+        from hf_posext.evaluation.perplexity import perplexity
+
+        return perplexity(
+            self.model,
+            self.tokenizer,
+            [document[self.longest - max(context_lengths) :] for document in self.documents],
+            context_lengths=context_lengths,
+            targets=self.scope.targets,
+            endpoints_per_document=self.scope.endpoints,
+            **arguments,
+        )
+
+    def score_patched(self, method: str, factor: float, context_length: int) -> PerplexityReport:
+        """Perplexity at one context length, patched for that time."""
+        from hf_posext.patching import patched
+
+        with patched(self.model, method, factor):
+            return self.score([context_length], bars=[])
+
+
+def measure(model: nn.Module, tokenizer: Any, documents: Sequence[str], trained: int, scope: Scope) -> Story:
+    """Scores the same targets unpatched, truncated and patched by each method.
+
+    Args:
+        model: the model, not patched.
+        tokenizer: its tokenizer.
+        documents: texts.
+        trained: N in tokens.
+        scope: how much is measured.
+    """
+    from hf_posext.evaluation.documents import read_documents
+    from hf_posext.evaluation.perplexity import PerplexityReport
+
+    lengths = [trained * factor for factor in scope.factors]
+    ids = read_documents(documents, tokenizer, max_documents=scope.documents)
+    meter = Meter(model, tokenizer, ids, lengths[-1], scope)
+    bars = meter.score(lengths, bars=["truncate"])
+    arms = {method: [meter.score_patched(method, length / trained, length) for length in lengths] for method in METHODS}
+    records: dict[str, dict[str, Any] | None] = {
+        method: {
+            "method": method,
+            "factor": "T / N",
+            "by_context_length": {part.measurements[0].context_length: part.record for part in parts},
+        }
+        for method, parts in arms.items()
+    }
+    gain = replace(
+        bars,
+        measurements=bars.measurements + [part.measurements[0] for parts in arms.values() for part in parts],
+        records=bars.records | records,
+        notes=[
+            f"`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; each method "
+            f"is patched for each context length T by the factor T / {trained}, so at {trained} it changes nothing."
+        ],
+    )
+    price = [meter.score_patched(method, scope.factors[-1], trained) for method in METHODS]
+    return Story(gain, PerplexityReport.join([meter.score([trained], bars=[]), *price]))
+
+
+def read(story: Story) -> list[str]:
+    """What the numbers say, in sentences made from them; "clearly" means that the paired 95 % interval leaves out 0."""
+    trained, longest = story.reach
+    rows = {(row["arm"], row["context_length"]): row["perplexity"] for row in story.gain.rows}
+    unpatched = story.gain.difference("none", "truncate", longest)
+    sentences = [
+        f"Unpatched: {rows['none', longest]:.1f} with {longest} tokens of context, {rows['truncate', longest]:.1f} "
+        f"with only the last {trained} of them. Reading past the trained length is {verdict(unpatched)}."
+    ]
+    for length in story.gain.protocol["context_lengths"][1:]:
+        best = min(METHODS, key=lambda method: rows[method, length])
+        versus = story.gain.difference(best, "truncate", length)
+        sentences.append(
+            f"Patched for {length} tokens: `{best}` is the best with {rows[best, length]:.1f}, against "
+            f"{rows['none', length]:.1f} unpatched and {rows['truncate', length]:.1f} truncated. "
+            f"Against truncating it is {verdict(versus)}."
+        )
+    price = {row["arm"]: row["perplexity"] for row in story.price.rows}
+    costs = ", ".join(f"{price[method]:.1f} with `{method}`" for method in METHODS)
+    sentences.append(
+        f"The price on short text, patched for {longest} tokens and given {trained}: {costs}, "
+        f"{price['none']:.1f} unpatched."
+    )
+    return sentences
+
+
+def verdict(difference: dict[str, Any]) -> str:
+    """A paired difference of NLL in words, with its numbers."""
+    value, low, high = difference["difference"], difference["low"], difference["high"]
+    if low is None:
+        return f"{'better' if value < 0 else 'worse'} by {abs(value):.3f} nats per token, on one document only"
+    word = "clearly better" if high < 0 else "clearly worse" if low > 0 else "not clearly different"
+    return f"{word} ({value:+.3f} nats per token, 95 % {low:+.3f} to {high:+.3f})"

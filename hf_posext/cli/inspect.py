@@ -1,0 +1,17 @@
+"""`posext inspect`: how a model encodes position, and the patch that is in force."""
+
+from __future__ import annotations
+
+from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, quiet, show, show_json
+
+
+def run(model: ModelArgument, as_json: JsonOption = False) -> None:
+    """Show how a model encodes position, how long it was trained for, and what patch it has."""
+    with quiet():
+        from hf_posext.inspection import inspect_model
+
+        report = inspect_model(load_model(model))
+    if as_json:
+        show_json(report.to_dict())
+    else:
+        show(report)

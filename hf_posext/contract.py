@@ -1,0 +1,99 @@
+"""Plain data that methods and mechanisms share: where a position encoding lives, what it reads as, how it changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+MECHANISMS = ("rotary", "learned", "sinusoidal", "alibi", "relative_bias", "attention")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module of one model in which a mechanism lives.
+
+    Attributes:
+        mechanism: one of `MECHANISMS`.
+        name: dotted path of the module in the model.
+        module: the module itself.
+        config: the config of the sub-model that owns the module.
+        label: layer type that the site serves ("full_attention", ...), empty where all layers share it.
+        field: name of the buffer or parameter that holds the encoding.
+    """
+
+    mechanism: str
+    name: str
+    module: nn.Module
+    config: PreTrainedConfig
+    label: str
+    field: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the site serves layers that see only a window (sliding or chunked attention)."""
+        return self.label.startswith(("sliding", "chunked", "local", "window"))
+
+    def __str__(self) -> str:
+        """Path of the module, with the layer type where there is one."""
+        return f"{self.name}[{self.label}]" if self.label else self.name
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What a rotary site reads as.
+
+    Attributes:
+        inv_freq: [F] float64 on CPU, radians per token, in the order of the module.
+        attention_scaling: what cos and sin are multiplied by.
+        trained_length: N in tokens, of the model as given.
+        base: theta of the geometric spectrum that the checkpoint was built from.
+    """
+
+    inv_freq: Tensor
+    attention_scaling: float
+    trained_length: int
+    base: float
+
+    @property
+    def rotated_width(self) -> int:
+        """R = 2F, channels of a head that rotate."""
+        return 2 * self.inv_freq.numel()
+
+
+@dataclass(frozen=True)
+class RotaryChange:
+    """What a method makes of a spectrum.
+
+    Attributes:
+        inv_freq: [F] (or [B, F] for a factor per row) float64, radians per token.
+        attention_scaling: multiplier of cos and sin.
+        logit_scale: multiplier of the whole attention logit, for a temperature that reaches channels without rotation.
+    """
+
+    inv_freq: Tensor
+    attention_scaling: float | Tensor
+    logit_scale: float | Tensor = 1.0
+
+    def is_identity(self, spectrum: Spectrum) -> bool:
+        """Whether nothing would change, to the last bit of the float32 frequencies."""
+        return (
+            torch.equal(self.inv_freq.float(), spectrum.inv_freq.float())
+            and float(self.attention_scaling) == spectrum.attention_scaling
+            and float(self.logit_scale) == 1.0
+        )
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """One row of `list_methods`: what a method is called, where it has a meaning, and where it comes from."""
+
+    name: str
+    aliases: tuple[str, ...]
+    mechanisms: tuple[str, ...]
+    summary: str
+    paper: str
+    options: dict[str, Any]

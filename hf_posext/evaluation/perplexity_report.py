@@ -1,0 +1,286 @@
+"""What `perplexity()` gives back: arms x context lengths on the same targets, with intervals and all that was set."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hf_posext.errors import unknown
+from hf_posext.evaluation.protocols import BARS
+from hf_posext.evaluation.statistics import mean_nll, nll_difference, perplexity_of
+from hf_posext.reports import Report, plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INCIDENTAL = ("batch_size", "chunk", "bars")  # settings that do not change what an arm's number means
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one arm scored at one context length.
+
+    Attributes:
+        arm: name of the arm.
+        context_length: tokens fed to the model at most.
+        documents: indices of the documents that were scored.
+        nll: summed NLL of each in nats, float64.
+        tokens: scored tokens of each.
+    """
+
+    arm: str
+    context_length: int
+    documents: tuple[int, ...]
+    nll: tuple[float, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(repr=False, eq=False)
+class PerplexityReport(Report):
+    """Perplexity of one or more arms at several context lengths.
+
+    Attributes:
+        protocol: every setting, and `digest`, a fingerprint of the targets.
+        measurements: per arm and length, sums per document; rows and intervals are computed from them.
+        records: arm -> patch record as plain data, None for an unpatched model.
+        trained_length: N in tokens, None where it is not known.
+        skipped: indices of documents too short to be scored.
+        notes: what a reader must know beside the numbers.
+        curve: protocol `full` only: NLL in buckets of positions, `first` <= tokens of context <= `last`.
+    """
+
+    protocol: dict[str, Any]
+    measurements: list[Measurement]
+    records: dict[str, dict[str, Any] | None]
+    trained_length: int | None = None
+    skipped: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def arms(self) -> list[str]:
+        """Names of the arms, in the order in which they were measured."""
+        return list(dict.fromkeys(measurement.arm for measurement in self.measurements))
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The patch record of the first patched arm."""
+        return next((record for record in self.records.values() if record is not None), None)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per arm and length; `low` and `high` bound the perplexity at 95 %, None below two documents."""
+        return [self._row(measurement) for measurement in self.measurements]
+
+    def difference(self, arm: str, versus: str, context_length: int) -> dict[str, Any]:
+        """Mean NLL of `arm` minus that of `versus`, in nats per token, with its paired 95 % interval over documents.
+
+        Returns:
+            `arm`, `versus`, `context_length`, `difference` (negative: `arm` is better), `low`, `high`, `documents`.
+
+        Raises:
+            ValueError: an arm or a length that was not measured.
+        """
+        one, other = self._find(arm, context_length), self._find(versus, context_length)
+        found = nll_difference(one.nll, one.tokens, other.nll, other.tokens, **self._bootstrap)
+        return {
+            "arm": arm,
+            "versus": versus,
+            "context_length": context_length,
+            "difference": found.value,
+            "low": _end(found.low),
+            "high": _end(found.high),
+            "documents": len(one.documents),
+        }
+
+    @classmethod
+    def join(cls, reports: Iterable[PerplexityReport]) -> PerplexityReport:
+        """One report of the arms of several, which must have been measured on the same targets with the same settings.
+
+        A bar that stands in several reports with equal numbers is kept once; one with other numbers (of a tuned model)
+        is kept as `truncate (arm)`.
+
+        Raises:
+            ValueError: no reports, other settings or targets, or two arms of one name.
+        """
+        reports = list(reports)
+        if not reports:
+            raise ValueError("`reports` is empty. Give at least one report to join.")
+        first = reports[0]
+        whole = cls(first.protocol, [], {}, first.trained_length, first.skipped)
+        for report in reports:
+            _check_same(first.protocol, report.protocol)
+            for arm in report.arms:
+                whole._take(report, arm)
+            whole.notes += [note for note in report.notes if note not in whole.notes]
+        return whole
+
+    def to_dict(self) -> dict[str, Any]:
+        """`protocol`, `rows`, `record`, `records`, `trained_length`, `skipped`, `notes`, `curve`, `measurements`."""
+        return plain(
+            {
+                "protocol": self.protocol,
+                "rows": self.rows,
+                "record": self.record,
+                "records": self.records,
+                "trained_length": self.trained_length,
+                "skipped": self.skipped,
+                "notes": self.notes,
+                "curve": self.curve,
+                "measurements": [asdict(measurement) for measurement in self.measurements],
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PerplexityReport:
+        """The report that `to_dict` came from; a NLL that is not finite is None there and NaN here."""
+        measurements = [
+            Measurement(
+                item["arm"],
+                item["context_length"],
+                tuple(item["documents"]),
+                tuple(math.nan if nll is None else nll for nll in item["nll"]),
+                tuple(item["tokens"]),
+            )
+            for item in data["measurements"]
+        ]
+        rest = (data[name] for name in ("records", "trained_length", "skipped", "notes", "curve"))
+        return cls(data["protocol"], measurements, *rest)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Perplexity against context length as a matplotlib figure, written as .png, .svg or .pdf to a path."""
+        from hf_posext.evaluation.plots import plot_perplexity, save_figure
+
+        figure = plot_perplexity(self)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+    def table(self) -> RenderableType:
+        """Arms x context lengths, each cell the perplexity over its interval; below it the notes."""
+        lengths = self.protocol["context_lengths"]
+        cells = {(row["arm"], row["context_length"]): row for row in self.rows}
+        title = f"perplexity ({self.targets_text})"
+        table = Table(title=title, caption=self.caption, caption_justify="left", show_footer=True)
+        table.add_column("arm", footer="tokens")
+        for length in lengths:
+            tokens = max((row["tokens"] for row in self.rows if row["context_length"] == length), default=0)
+            table.add_column(f"{length}", footer=f"{tokens:,}", justify="right")
+        for arm in self.arms:
+            table.add_row(arm, *(_cell(cells.get((arm, length))) for length in lengths))
+        return Group(table, *(Text(f"note: {note}") for note in self.notes))
+
+    @property
+    def targets_text(self) -> str:
+        """Which tokens are scored, in words."""
+        name = self.protocol["protocol"]
+        return {
+            "tail": f"last {self.protocol['targets']} tokens",
+            "full": "one pass per document",
+            "sliding": f"sliding windows, stride {self.protocol['stride']}",
+            "disjoint": "disjoint windows",
+        }[name]
+
+    @property
+    def caption(self) -> str:
+        """Protocol, documents, BOS and what each arm is, in a few short lines."""
+        documents = max((len(measurement.documents) for measurement in self.measurements), default=0)
+        left_out = f" ({len(self.skipped)} too short)" if self.skipped else ""
+        lines = [
+            f"protocol {self.protocol['protocol']}, {documents} documents{left_out}, bos {self.protocol['bos']}; "
+            "in brackets 95 % over documents"
+        ]
+        if self.trained_length is not None:
+            lines.append(f"trained length {self.trained_length} tokens")
+        for arm, record in self.records.items():
+            if record is not None:
+                lines.append(f"{arm}: {_record_text(record)}")
+        return "\n".join(lines)
+
+    @property
+    def _bootstrap(self) -> dict[str, int]:
+        return {"resamples": self.protocol["resamples"], "seed": self.protocol["seed"]}
+
+    def _row(self, measurement: Measurement) -> dict[str, Any]:
+        """The numbers of one arm at one length."""
+        found = mean_nll(measurement.nll, measurement.tokens, **self._bootstrap)
+        return {
+            "arm": measurement.arm,
+            "context_length": measurement.context_length,
+            "nll": found.value,
+            "perplexity": perplexity_of(found.value),
+            "low": _end(perplexity_of(found.low)),
+            "high": _end(perplexity_of(found.high)),
+            "tokens": sum(measurement.tokens),
+            "documents": len(measurement.documents),
+            "skipped": len(self.skipped),
+        }
+
+    def _find(self, arm: str, context_length: int) -> Measurement:
+        """The measurement of one arm at one length."""
+        if arm not in self.arms:
+            raise ValueError(unknown("arm", arm, self.arms))
+        for measurement in self.measurements:
+            if (measurement.arm, measurement.context_length) == (arm, context_length):
+                return measurement
+        raise ValueError(f"`context_length` must be one of {self.protocol['context_lengths']}, got {context_length!r}.")
+
+    def _take(self, report: PerplexityReport, arm: str) -> None:
+        """Adds one arm of another report."""
+        found = [measurement for measurement in report.measurements if measurement.arm == arm]
+        name = arm
+        if arm in self.arms:
+            if found == [measurement for measurement in self.measurements if measurement.arm == arm]:
+                return
+            name = f"{arm} ({report.arms[0]})"
+            if arm not in BARS or name in self.arms:
+                raise ValueError(f"Two reports have an arm `{arm}` with other numbers. Name one of them with `arm=`.")
+        self.measurements += [Measurement(**{**vars(measurement), "arm": name}) for measurement in found]
+        self.records[name] = report.records.get(arm)
+        self.curve += [{**bucket, "arm": name} for bucket in report.curve if bucket["arm"] == arm]
+
+
+def _check_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuses to compare numbers that were measured differently."""
+    for name in [*one, *other]:
+        if name not in INCIDENTAL and one.get(name) != other.get(name):
+            what = "the scored tokens" if name == "digest" else f"`{name}`"
+            raise ValueError(
+                f"Reports can be joined only on the same targets with the same settings; they differ in {what}: "
+                f"{one.get(name)!r} and {other.get(name)!r}. Measure both with one set of documents and settings."
+            )
+
+
+def _end(value: float) -> float | None:
+    """An end of an interval, None where there is none."""
+    return None if math.isnan(value) else value
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    """Perplexity and interval as the two lines of a table cell."""
+    if row is None:
+        return "-"
+    if row["low"] is None:
+        return _number(row["perplexity"])
+    return f"{_number(row['perplexity'])}\n[{_number(row['low'])}, {_number(row['high'])}]"
+
+
+def _number(value: float) -> str:
+    """Two decimals, none for thousands, an exponent for what is only large."""
+    if not math.isfinite(value) or value >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _record_text(record: Mapping[str, Any]) -> str:
+    """A patch record in one line."""
+    known = [f"{name.replace('_', ' ')} {record[name]}" for name in ("factor", "trained_length") if name in record]
+    return ", ".join([f"method {record.get('method', '?')}", *known])

@@ -1,0 +1,110 @@
+"""Figures of reports: each function takes a report and returns a matplotlib figure, without the state of pyplot."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from hf_posext.evaluation.perplexity_report import PerplexityReport
+
+# Okabe and Ito 2008, told apart with every common kind of colour blindness; its yellow is too faint on white.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+BAR_COLOURS = {"truncate": "#7f7f7f", "none": "#000000"}
+MARKERS = "osD^vPX"
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def plot_perplexity(report: PerplexityReport) -> Figure:
+    """Perplexity against context length: one line per arm with its 95 % band, the bars dashed, N as a vertical line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    drawn = 0
+    for arm in report.arms:
+        rows = [row for row in report.rows if row["arm"] == arm]
+        base = arm.partition(" (")[0]
+        style: dict[str, Any] = {
+            "color": PALETTE[drawn % len(PALETTE)],
+            "marker": MARKERS[drawn % len(MARKERS)],
+            "zorder": 3,
+        }
+        if base in BAR_COLOURS:
+            style = {"color": BAR_COLOURS[base], "linestyle": "--", "marker": ".", "zorder": 2}
+        else:
+            drawn += 1
+        _draw_arm(axes, rows, arm, style)
+    if report.trained_length is not None:
+        axes.axvline(report.trained_length, color="#999999", linewidth=1, linestyle=":", zorder=1)
+        axes.annotate(
+            f"trained length {report.trained_length}",
+            (report.trained_length, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color="#666666",
+        )
+    _label_axes(axes, report)
+    figure.legend(loc="outside right upper", frameon=False, title="arm")
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Writes a figure as PNG, SVG or PDF, whichever the suffix says; equal figures give equal bytes of SVG.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    import matplotlib
+
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"A figure is written as one of {', '.join(SUFFIXES)}, got {str(path)!r}.")
+    metadata = {"Date": None} if suffix == ".svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": "hf_posext"}):
+        figure.savefig(path, dpi=160, metadata=metadata)
+
+
+def _draw_arm(axes: Axes, rows: list[dict[str, Any]], arm: str, style: dict[str, Any]) -> None:
+    """One line and its band."""
+    lengths = [row["context_length"] for row in rows]
+    axes.plot(lengths, [row["perplexity"] for row in rows], label=arm, linewidth=1.8, markersize=5, **style)
+    if all(row["low"] is not None for row in rows):
+        lows, highs = ([row[end] for row in rows] for end in ("low", "high"))
+        axes.fill_between(lengths, lows, highs, color=style["color"], alpha=0.15, linewidth=0, zorder=1)
+
+
+def _label_axes(axes: Axes, report: PerplexityReport) -> None:
+    """Scales, ticks at the measured lengths, axis titles with units."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
+
+    lengths = report.protocol["context_lengths"]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("context length (tokens)")
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low)
+    axes.yaxis.set_major_locator(
+        MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
+        if decades < 0.5
+        else LogLocator(subs=(1, 2, 5) if decades < 3 else (1,))
+    )
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(
+        f"perplexity of the {report.targets_text}"
+        if report.protocol["targets"]
+        else f"perplexity ({report.targets_text})"
+    )
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,284 @@
+"""Scores windows with a causal model: one NLL per target, in fp32, with the head applied to a few rows at a time.
+
+The logits of a long sequence are by far the largest tensor of an evaluation (32k tokens x 128k words: 17 GB in fp32),
+and only those at scored positions are needed. So the model's own `forward` runs once per batch up to the hidden states, and
+its head then sees `chunk` rows of them at a time. It is the model's own code that turns them into logits: soft caps,
+logit scales and biases of the head are all kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from hf_posext.evaluation.windows import Window
+
+NOT_CAUSAL = "Perplexity needs a causal LM head, where a token is predicted from those before it; {what}. {hint}"
+HINT = "Load the model with AutoModelForCausalLM."
+
+
+def score(
+    model: nn.Module,
+    windows: Sequence[Window],
+    *,
+    batch_size: int = 1,
+    chunk: int = 1024,
+    progress: bool | None = None,
+    description: str = "scoring",
+) -> list[Tensor]:
+    """Negative log-likelihood of every target of every window.
+
+    Windows of equal length share a batch, so no row is ever padded and each is read exactly as it would be alone. With
+    several processes (`accelerate launch`) each scores its share and all get the whole result.
+
+    Args:
+        model: a causal LM, also wrapped by PEFT, DDP or `torch.compile`; its training flags are left as they were.
+        windows: what to feed and what to score.
+        batch_size: windows per forward pass.
+        chunk: rows of hidden states that the head sees at a time.
+        progress: a bar on stderr; None shows it where stderr is a terminal.
+        description: words beside the bar.
+
+    Returns:
+        One tensor of NLL in nats per window, fp32 [targets] on the CPU, in the order of `windows`.
+    """
+    network = causal_lm(model)
+    rank, processes = _place()
+    batches = _batches(windows, batch_size)
+    scores: dict[int, Tensor] = {}
+    with _evaluating(network), torch.no_grad(), _bar(progress if rank == 0 else False) as bar:
+        backbone = find_backbone(network)
+        for batch in bar.track(batches[rank::processes], description=description):
+            found = _score_batch(network, backbone, [windows[index] for index in batch], chunk)
+            scores.update(zip(batch, found, strict=True))
+    if processes > 1:
+        shares: list[Any] = [None] * processes
+        dist.all_gather_object(shares, scores)
+        scores = {index: nll for share in shares for index, nll in share.items()}
+    return [scores[index] for index in range(len(windows))]
+
+
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The transformers model inside wrappers of DDP, `torch.compile` and PEFT (adapters stay active inside it).
+
+    Raises:
+        ValueError: prompt-learning adapters, whose virtual tokens would be lost.
+    """
+    inner: Any = model
+    while True:
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = inner.module
+        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            if inner.active_peft_config.is_prompt_learning:
+                raise ValueError(
+                    f"A {inner.active_peft_config.peft_type.value} adapter puts virtual tokens in front of the text, "
+                    "which shifts every context length. Evaluate the base model, or an adapter of weights (LoRA)."
+                )
+            inner = inner.get_base_model()
+        else:
+            return inner
+
+
+def check_causal(model: nn.Module) -> None:
+    """Refuses a model that has no LM head, or whose prediction of a token may look at that token.
+
+    The second is measured, on two inputs of two tokens that differ in the last one.
+
+    Raises:
+        ValueError: says what is missing and how to load the model.
+    """
+    network: Any = causal_lm(model)
+    kind = type(network).__name__
+    if getattr(getattr(network, "config", None), "is_encoder_decoder", False):
+        raise ValueError(NOT_CAUSAL.format(what=f"{kind} is an encoder-decoder", hint="Decoder-only models have one."))
+    if hasattr(network, "get_output_embeddings") and network.get_output_embeddings() is None:
+        raise ValueError(NOT_CAUSAL.format(what=f"{kind} has none", hint=HINT))
+    first, second = _probe_ids(network)
+    with _evaluating(network), torch.no_grad():
+        one, other = (_logits(network, ids) for ids in (torch.stack([second, first]), torch.stack([second, second])))
+    moved = (one - other).abs().amax(dim=1)  # [positions]
+    # Rounding may differ between two runs; a bidirectional model moves its first position about as much as its last.
+    if moved[0] > max(1e-4, 4 * torch.finfo(one.dtype).eps) * moved[1]:
+        raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=HINT))
+
+
+def find_backbone(network: nn.Module) -> nn.Module | None:
+    """The module between the token ids and the head, if the head can be run on single rows of its output; else None.
+
+    A candidate counts only if it proves itself: its output rows, given to the model's own head in reverse order, must
+    give the logits of the direct pass in reverse order.
+    """
+    ids = torch.stack(_probe_ids(network))
+    direct = _logits(network, ids)
+    rows = torch.tensor([1, 0])
+    for candidate in _candidates(network):
+        with _reader(network, candidate, ids[None], rows) as read:
+            swapped = read(slice(2))
+        if swapped.shape == direct.shape and (swapped - direct[rows]).abs().max() <= 0.01 * direct.abs().max():
+            return candidate
+    return None
+
+
+def _candidates(network: Any) -> list[nn.Module]:
+    """Modules that may be the backbone: the base model, and the decoder inside it, which OPT and BART call directly."""
+    base = getattr(network, "base_model", network)
+    decoder = network.get_decoder() if hasattr(network, "get_decoder") else None
+    return [module for module in (base, decoder) if module is not None and module is not network]
+
+
+def _score_batch(network: nn.Module, backbone: nn.Module | None, batch: list[Window], chunk: int) -> list[Tensor]:
+    """NLL of windows of one length, fp32 [targets] each."""
+    ids = torch.stack([window.tokens[:-1] for window in batch])  # [B, L]
+    width = ids.shape[1]
+    rows = torch.cat([torch.arange(window.first - 1, window.last) + row * width for row, window in enumerate(batch)])
+    targets = torch.cat([window.targets for window in batch])
+    pieces = []
+    with _reader(network, backbone, ids, rows) as read:
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            logits = read(part).float()  # [<= chunk, V]; the loss of bf16 logits would itself be rounded to bf16
+            pieces.append(nn.functional.cross_entropy(logits, targets[part].to(logits.device), reduction="none").cpu())
+    return list(torch.cat(pieces).split([len(window.targets) for window in batch]))
+
+
+@contextmanager
+def _reader(
+    network: nn.Module, backbone: nn.Module | None, ids: Tensor, rows: Tensor
+) -> Iterator[Callable[[slice], Tensor]]:
+    """Gives a function from a slice of `rows` (indices into the flattened batch) to its logits [rows, V].
+
+    The backbone runs once, in the first call. A model whose forward never calls it gives no rows.
+    """
+    if backbone is None:
+        logits = _logits(network, ids)
+        logits = logits[rows.to(logits.device)]
+        yield lambda part: logits[part]
+        return
+    own_forward = backbone.forward
+    kept: Any = None
+    wanted = slice(0)
+
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kept
+        if kept is None:
+            outputs = own_forward(*args, **kwargs)
+            hidden = outputs[0].flatten(0, 1)  # [B * L, hidden]
+            kept = _with_hidden(outputs, hidden[rows.to(hidden.device)])
+        return _with_hidden(kept, kept[0][None, wanted])  # [1, rows of the slice, hidden]
+
+    def read(part: slice) -> Tensor:
+        nonlocal wanted
+        wanted = part
+        logits = _logits(network, ids)
+        return logits if kept is not None else logits[:0]
+
+    with _replaced_forward(backbone, replay):
+        yield read
+
+
+def _with_hidden(outputs: Any, hidden: Tensor) -> Any:
+    """A copy of a backbone's output whose first entry, the last hidden state, is another one."""
+    if isinstance(outputs, tuple):
+        return (hidden, *outputs[1:])
+    entries = dict(outputs)
+    return type(outputs)(**{**entries, next(iter(entries)): hidden})
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another `forward` on this instance, for as long as the block runs."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
+
+
+def _logits(network: nn.Module, ids: Tensor) -> Tensor:
+    """The model's own logits, rows flattened: [B * L, V] in the model's dtype. `ids` is [B, L] or [L]."""
+    ids = ids.reshape(-1, ids.shape[-1]).to(_device(network))
+    accepted = inspect.signature(network.forward).parameters
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    try:
+        outputs = network(input_ids=ids, **options)
+    except IndexError as error:
+        raise ValueError(
+            f"The model cannot read {ids.shape[1]} tokens ({error}): a learned position table ends before. Patch the "
+            "model, or leave this context length out."
+        ) from error
+    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
+    if logits is None or logits.ndim != 3:
+        raise ValueError(NOT_CAUSAL.format(what=f"{type(network).__name__} gives no logits per token", hint=HINT))
+    return logits.flatten(0, 1)
+
+
+def _device(network: nn.Module) -> torch.device:
+    """Where the model reads its input."""
+    found = getattr(network, "device", None)
+    if isinstance(found, torch.device):
+        return found
+    return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+
+
+def _probe_ids(network: nn.Module) -> tuple[Tensor, Tensor]:
+    """Two token ids that are not padding, as tensors without dimensions."""
+    padding = getattr(getattr(network, "config", None), "pad_token_id", None)
+    first, second = [token for token in range(3) if token != padding][:2]
+    return torch.tensor(first), torch.tensor(second)
+
+
+def _batches(windows: Sequence[Window], batch_size: int) -> list[list[int]]:
+    """Indices of windows of equal length, at most `batch_size` together, longest first: what is too big fails early."""
+
+    def length(index: int) -> int:
+        return len(windows[index].tokens)
+
+    order = sorted(range(len(windows)), key=length, reverse=True)
+    groups = [list(group) for _, group in groupby(order, key=length)]
+    return [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
+
+
+def _place() -> tuple[int, int]:
+    """Rank of this process and number of processes; starts the group that `accelerate launch` has prepared."""
+    if not dist.is_available():
+        return 0, 1
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import PartialState
+
+        PartialState()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout); the flag of every module is put back, also where they differed."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _bar(progress: bool | None) -> Progress:
+    """A progress bar on stderr that leaves nothing behind."""
+    console = Console(stderr=True)
+    shown = console.is_terminal if progress is None else progress
+    return Progress(console=console, disable=not shown, transient=True)

@@ -1,0 +1,127 @@
+"""load_pretrained and export_config: a patched model in another process, adapters, configs for older readers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from hf_posext.arguments import check_choice
+from hf_posext.errors import PatchError
+from hf_posext.lengths import rope_blocks, text_part
+from hf_posext.mechanisms import root_model
+from hf_posext.patching import ensure_adopted, replay
+from hf_posext.records import read_record, record_of
+
+LAYOUTS = ("v4", "v5")
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def load_pretrained(
+    path: str | os.PathLike[str], auto_class: Any = AutoModelForCausalLM, **from_pretrained_kwargs: Any
+) -> nn.Module:
+    """Loads a saved model with its patch in force, whether or not plain transformers can express it.
+
+    For a folder with a PEFT adapter and its `posext.json`, the base model is loaded, patched and given the adapter.
+
+    Args:
+        path: folder or hub id of a saved model, or folder of a saved adapter.
+        auto_class: auto class (or model class) of the model.
+        from_pretrained_kwargs: handed to `from_pretrained` of the base model.
+
+    Returns:
+        The patched model; a checkpoint without a record loads as it is.
+
+    Raises:
+        PatchError: an adapter for another patch than the one that its base has, or a record that does not fit.
+    """
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return load_adapter(Path(path), auto_class, from_pretrained_kwargs)
+    model = auto_class.from_pretrained(path, **from_pretrained_kwargs)
+    ensure_adopted(model)
+    return model
+
+
+def load_adapter(path: Path, auto_class: Any, from_pretrained_kwargs: dict[str, Any]) -> nn.Module:
+    """Base, patch and adapter, in this order.
+
+    Raises:
+        PatchError: the base is already patched, otherwise than the adapter was trained for.
+    """
+    from peft import PeftModel
+
+    base_path = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    base = load_pretrained(base_path, auto_class, **from_pretrained_kwargs)
+    wanted, present = read_record(path), record_of(base)
+    if present is not None and wanted is not None and not is_same_patch(present.to_dict(), wanted.to_dict()):
+        raise PatchError(
+            f"The adapter was trained with {wanted.describe()}, but its base model has {present.describe()}. "
+            "Load the adapter on the base that it was trained on."
+        )
+    if wanted is not None and present is None:
+        replay(base, wanted)
+    return PeftModel.from_pretrained(base, path)
+
+
+def is_same_patch(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two records ask for the same change; the version that wrote them does not matter."""
+    return {**one, "version": ""} == {**other, "version": ""}
+
+
+def export_config(model: nn.Module, layout: str = "v5") -> PreTrainedConfig:
+    """A copy of a model's config to save for other readers; the model is not changed.
+
+    `layout="v4"` writes the words of transformers 4 beside those of 5: `rope_theta` at the top and `rope_scaling` with
+    `type` and `rope_type`, with the same values as `rope_parameters`, so that neither reader falls back to a default.
+
+    Args:
+        model: a transformers model, patched or not.
+        layout: "v5" or "v4" (both layouts in one file).
+
+    Returns:
+        A config; `.save_pretrained(folder)` writes `config.json`.
+
+    Raises:
+        ValueError: unknown layout, or rope parameters for each layer type, which transformers 4 has no words for.
+        PatchError: the patch has no words in any config (`record_of(model).native` is None).
+    """
+    check_choice("layout", layout, LAYOUTS)
+    root = root_model(model)
+    record = record_of(root)
+    if record is not None and record.native is None:
+        raise PatchError(
+            f"{record.describe()} cannot be said in a config. Save the model with `save_pretrained` and load it with "
+            "`hf_posext.load_pretrained`."
+        )
+    config = copy.deepcopy(root.config)
+    if layout == "v4":
+        write_v4(text_part(config))
+    return config
+
+
+def write_v4(config: PreTrainedConfig) -> None:
+    """Adds `rope_theta` and `rope_scaling` to a config that has `rope_parameters`.
+
+    Raises:
+        ValueError: rope parameters differ by layer type.
+    """
+    blocks = rope_blocks(config)
+    if len(blocks) > 1 or (blocks and config.rope_parameters is not blocks[0]):
+        raise ValueError("This model has rope parameters for each layer type; transformers 4 has no layout for that.")
+    if blocks:
+        v4_fields(config, blocks[0])
+
+
+def v4_fields(config: PreTrainedConfig, block: dict[str, Any]) -> None:
+    """Puts one rope block at the top of a config in the words of transformers 4."""
+    scaling = {key: value for key, value in block.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    is_plain = scaling.get("rope_type", "default") == "default"
+    vars(config)["rope_theta"] = float(block["rope_theta"])
+    if "partial_rotary_factor" in block:
+        vars(config)["partial_rotary_factor"] = block["partial_rotary_factor"]
+    vars(config)["rope_scaling"] = None if is_plain else {"type": scaling["rope_type"], **copy.deepcopy(scaling)}

@@ -1,0 +1,79 @@
+"""One file per way in which a position encoding is kept: each finds, reads, writes and restores its own sites."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import nn
+
+from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.mechanisms import rotary, rotary_table
+from hf_posext.mechanisms._held import holder_of
+from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
+
+__all__ = [
+    "find_root",
+    "find_sites",
+    "holder_of",
+    "keeper_of",
+    "left_alone",
+    "read",
+    "reset",
+    "restore",
+    "root_model",
+    "write",
+]
+
+KEEPERS: list[ModuleType] = [rotary, rotary_table]
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """All sites in the text part of a model, in the order of its modules."""
+    scoped = [each for each in scoped_modules(model) if each.is_text]
+    return [site for each in scoped for keeper in KEEPERS for site in keeper.find(each)]
+
+
+def left_alone(model: nn.Module) -> list[str]:
+    """Paths of modules that look positional and are not sites: outside the text part, or with nothing to change."""
+    taken = {id(site.module) for site in find_sites(model)}
+    return [
+        f"{each.name} ({type(each.module).__name__})"
+        for each in scoped_modules(model)
+        if id(each.module) not in taken and looks_positional(each.module)
+    ]
+
+
+def looks_positional(module: nn.Module) -> bool:
+    """Whether a module has frequencies, or is an embedding whose class says that it is about positions."""
+    if any(name.endswith(rotary.SUFFIX) for name, _ in module.named_buffers(recurse=False)):
+        return True
+    kind = type(module).__name__.lower()
+    return ("rotary" in kind or "position" in kind) and not list(module.children())
+
+
+def keeper_of(site: Site) -> ModuleType:
+    """The file that reads and writes a site."""
+    return rotary if site.field.endswith(rotary.SUFFIX) else rotary_table
+
+
+def read(site: Site, trained_length: int) -> Spectrum:
+    """What a site holds now."""
+    return keeper_of(site).read(site, trained_length)
+
+
+def write(site: Site, change: RotaryChange, target_length: int) -> None:
+    """Puts a change into a site; a finite table gets `target_length` rows."""
+    if keeper_of(site) is rotary:
+        rotary.write(site, change)
+    else:
+        rotary_table.write(site, change, target_length)
+
+
+def restore(site: Site) -> None:
+    """Gives a site back what it was before the first write."""
+    keeper_of(site).restore(site)
+
+
+def reset(site: Site) -> None:
+    """Makes an unpatched site what its own class makes of the config as it is now."""
+    keeper_of(site).reset(site)

@@ -1,0 +1,112 @@
+"""Keeps values in a module that casts, moves, loads and re-initialisation would otherwise round or replace.
+
+A held module gets a subclass of its own class, of the same name: its buffers are written again, from values kept in
+float64 outside of any buffer, after whatever replaced them. `forward` itself is the class's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Holder(Protocol):
+    """What a held module keeps: the class and values to go back to, and the values to keep."""
+
+    original_class: type[nn.Module]
+
+    def rewrite(self, module: nn.Module) -> None:
+        """Writes the kept values into the module's buffers, on the device where these are now."""
+
+    def is_intact(self, module: nn.Module) -> bool:
+        """Whether no buffer was replaced behind the module's back (mixed precision that casts `buffer.data`)."""
+
+    def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
+        """Frequencies and attention scaling, for transformers' weight initialisation."""
+
+
+def holder_of(module: nn.Module) -> Any:
+    """The holder of a held module, None for any other."""
+    return module.__dict__.get("_posext")
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before it was held."""
+    holder = holder_of(module)
+    return type(module) if holder is None else holder.original_class
+
+
+def hold(module: nn.Module, holder: Holder) -> None:
+    """Makes a module keep the holder's values from now on."""
+    module.__dict__["_posext"] = holder
+    module.__class__ = held_class(holder.original_class)
+    holder.rewrite(module)
+
+
+def release(module: nn.Module) -> None:
+    """Gives the module back its class; the values are the caller's to restore."""
+    module.__class__ = holder_of(module).original_class
+    del module.__dict__["_posext"]
+
+
+def revive(base: type[nn.Module]) -> nn.Module:
+    """An empty instance for copying and unpickling, where the subclass cannot be found by its name."""
+    held = held_class(base)
+    return held.__new__(held)
+
+
+@functools.cache
+def held_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `base` that writes its buffers again whenever they were replaced."""
+
+    class Held(base):  # type: ignore[misc, valid-type]
+        _posext: Holder
+
+        @functools.wraps(base.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if not self._posext.is_intact(self):
+                self._posext.rewrite(self)
+            return super().forward(*args, **kwargs)
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            super()._apply(fn, recurse)
+            self._posext.rewrite(self)
+            return self
+
+        def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            super()._load_from_state_dict(*args, **kwargs)
+            self._posext.rewrite(self)
+
+        def compute_default_rope_parameters(
+            self, config: Any = None, device: Any = None, seq_len: Any = None, layer_type: str | None = None, **_: Any
+        ) -> tuple[Tensor, float]:
+            inv_freq, scaling = self._posext.rope_parameters(layer_type)
+            return inv_freq.float().to(device), scaling
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            state = super().__reduce_ex__(protocol)[2]
+            return revive, (base,), state
+
+    Held.__name__, Held.__qualname__, Held.__module__ = base.__name__, base.__qualname__, base.__module__
+    return Held
+
+
+def write_buffer(module: nn.Module, field: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Puts values (float64, CPU) into a buffer or weight: in place where nothing but the values changes.
+
+    In place matters to CUDA graphs, which replay from the buffer's address. On meta there is nothing to write.
+    """
+    present = getattr(module, field)
+    if present.is_meta:
+        return
+    rounded = values.to(dtype)  # on the CPU: float64 does not exist on every device
+    if present.dtype == dtype and present.shape == rounded.shape:
+        with torch.no_grad():
+            present.copy_(rounded)
+    elif isinstance(present, nn.Parameter):
+        setattr(module, field, nn.Parameter(rounded.to(present.device), requires_grad=present.requires_grad))
+    else:
+        module._buffers[field] = rounded.to(present.device)

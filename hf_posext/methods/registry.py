@@ -1,0 +1,123 @@
+"""Registration and look-up of methods: one function per mechanism, and that alone decides what applies where."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from hf_posext.contract import MECHANISMS, MethodInfo
+from hf_posext.errors import quoted, unknown
+
+ENTRY_POINT_GROUP = "hf_posext.methods"
+Function = TypeVar("Function", bound=Callable[..., Any])
+REGISTRY: dict[str, Method] = {}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A published way to change how position is encoded.
+
+    Attributes:
+        name: canonical name.
+        aliases: other names that users know it by.
+        summary: one line.
+        paper: source with the equation or section.
+        functions: mechanism -> function (reading, factor, *, options) -> change.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    summary: str
+    paper: str
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def on(self, mechanism: str) -> Callable[[Function], Function]:
+        """Registers the decorated function for a mechanism and returns it unchanged.
+
+        Raises:
+            TypeError: unknown mechanism, a second function for it, or a signature other than (reading, factor, *, ...).
+        """
+
+        def register(function: Function) -> Function:
+            if mechanism not in MECHANISMS:
+                raise TypeError(unknown("mechanism", mechanism, MECHANISMS))
+            if mechanism in self.functions:
+                raise TypeError(f"`{self.name}` already has a function for `{mechanism}`.")
+            positional = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+            if len(positional) != 2 or positional[1].name != "factor":
+                raise TypeError(f"{function.__name__} must take (reading, factor, *, options) to serve `{self.name}`.")
+            self.functions[mechanism] = function
+            return function
+
+        return register
+
+    def options(self, mechanism: str) -> dict[str, Any]:
+        """Option name -> default for one mechanism; `inspect.Parameter.empty` marks a required one."""
+        parameters = inspect.signature(self.functions[mechanism]).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def check_options(self, mechanism: str, given: dict[str, Any]) -> None:
+        """Refuses unknown options and missing required ones.
+
+        Raises:
+            TypeError: naming the option, what the method takes, and the nearest known name.
+        """
+        allowed = self.options(mechanism)
+        for name in given:
+            if name not in allowed:
+                raise TypeError(unknown(f"option of `{self.name}`:", name, allowed))
+        missing = [
+            name for name, default in allowed.items() if default is inspect.Parameter.empty and name not in given
+        ]
+        if missing:
+            raise TypeError(f"`{self.name}` needs {quoted(missing)}, for example {missing[0]}=...")
+
+    def info(self) -> MethodInfo:
+        """The row of `list_methods`."""
+        options = {name: default for mechanism in self.functions for name, default in self.options(mechanism).items()}
+        return MethodInfo(self.name, self.aliases, tuple(self.functions), self.summary, self.paper, options)
+
+
+def method(name: str, *, aliases: tuple[str, ...] = (), summary: str, paper: str) -> Method:
+    """Declares a method under a new name; its functions are added with `Method.on`.
+
+    Raises:
+        TypeError: a name or alias that is taken.
+    """
+    for word in (name, *aliases):
+        taken = lookup_registered(word)
+        if taken is not None:
+            raise TypeError(f"`{word}` is already a name of the method `{taken.name}`.")
+    declared = Method(name, aliases, summary, paper)
+    REGISTRY[name] = declared
+    return declared
+
+
+def lookup_registered(name: str) -> Method | None:
+    """The registered method of that name or alias."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    return next((candidate for candidate in REGISTRY.values() if name in candidate.aliases), None)
+
+
+def get_method(name: object) -> Method:
+    """The method of that name or alias; installed plugins are loaded only when the name is not a built-in one.
+
+    Raises:
+        TypeError: not a string.
+        ValueError: unknown, with the valid names and the nearest one.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"`method` must be the name of a method, got {name!r}. Allowed: {quoted(REGISTRY)}.")
+    found = lookup_registered(name)
+    if found is None:
+        for plugin in entry_points(group=ENTRY_POINT_GROUP):
+            plugin.load()
+        found = lookup_registered(name)
+    if found is None:
+        words = [word for candidate in REGISTRY.values() for word in (candidate.name, *candidate.aliases)]
+        raise ValueError(unknown("method", name, words))
+    return found

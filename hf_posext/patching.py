@@ -1,0 +1,384 @@
+"""patch_model, unpatch_model, patched: sites -> method -> changes -> write -> record -> probe, or all back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_posext import mechanisms, native, probe
+from hf_posext.arguments import LAYERS, check_choice, check_length, resolve_factor
+from hf_posext.configs import ConfigUndo, config_parts, fields_before, own_configs, set_fields
+from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.errors import NoSiteError, PatchError, quoted
+from hf_posext.lengths import length_fields, original_length, trained_length
+from hf_posext.mechanisms import logits
+from hf_posext.methods import REGISTRY, Method, get_method
+from hf_posext.records import CONFIG_FIELD, PatchRecord, record_of
+
+Model = TypeVar("Model", bound=nn.Module)
+STATE = "_posext_state"
+
+
+@dataclass
+class PatchState:
+    """What a patched model keeps to go back: on the outermost transformers model, so that copies keep their own."""
+
+    configs: ConfigUndo = field(default_factory=ConfigUndo)
+    tokenizers: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated patch, before anything is touched."""
+
+    method: Method
+    options: dict[str, Any]
+    factor: float
+    trained_length: int
+    target_length: int
+    layers: str
+    sites: list[Site]
+    spectra: list[Spectrum]
+    changes: list[RotaryChange]
+
+    @property
+    def names(self) -> list[str]:
+        """Paths of the sites."""
+        return [str(site) for site in self.sites]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any site changes at all."""
+        return any(self._differs)
+
+    @property
+    def _differs(self) -> list[bool]:
+        return [not change.is_identity(spectrum) for spectrum, change in zip(self.spectra, self.changes, strict=True)]
+
+    def active(self, sites: list[Site]) -> tuple[list[Site], list[RotaryChange]]:
+        """The given sites (those of the plan, looked up again) that change, and their changes."""
+        rows = [row for row in zip(sites, self.changes, self._differs, strict=True) if row[2]]
+        return [site for site, _, _ in rows], [change for _, change, _ in rows]
+
+    def active_spectra(self, sites: list[Site]) -> tuple[list[Site], list[Spectrum], list[RotaryChange]]:
+        """As `active`, with what each site was."""
+        rows = [row for row in zip(sites, self.spectra, self.changes, self._differs, strict=True) if row[3]]
+        return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def patch_model(
+    model: Model,
+    method: str = "yarn",
+    factor: float | None = None,
+    *,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    layers: str = "full",
+    tokenizer: Any = None,
+    compose: bool = False,
+    **options: Any,
+) -> Model:
+    """Changes how a loaded model encodes position, in place and reversibly.
+
+    Args:
+        model: a transformers model, also inside PEFT or another wrapper.
+        method: name or alias of a method, see `list_methods`.
+        factor: s = T / N, a finite number >= 1, relative to the model as given; 1 changes no bit of any output.
+        target_length: T in tokens, in place of `factor`.
+        original_max_position_embeddings: N in tokens, where the config does not say it or says it wrong.
+        layers: "full" leaves the layers with a sliding window alone, "all" stretches both kinds.
+        tokenizer: its `model_max_length` is raised to T.
+        compose: patch on top of a patch; without it a patched model is refused.
+        options: the method's own, see `list_methods`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message says what came, what is allowed and what to do.
+        NoSiteError: the model has no place where the method has a meaning.
+        PatchError: the model cannot be patched safely. In every case it is left exactly as it was.
+    """
+    ensure_adopted(model)
+    earlier = record_of(model)
+    plan = make_plan(model, method, factor, target_length, original_max_position_embeddings, layers, options)
+    if earlier is not None and not compose:
+        raise PatchError(
+            f"The model is already patched: {earlier.describe()}. Call `unpatch_model` first, or give compose=True to "
+            "patch on top of it."
+        )
+    apply(model, plan)
+    if tokenizer is not None:
+        state_of(model).tokenizers.append((tokenizer, tokenizer.model_max_length))
+        tokenizer.model_max_length = plan.target_length
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Takes all patches off: logits, config, classes, buffers and state-dict keys are as before, bit for bit.
+
+    Returns:
+        The same model; one that is not patched is returned as it is.
+    """
+    ensure_adopted(model)
+    if record_of(model) is not None:
+        for tokenizer, length in reversed(state_of(model).tokenizers):
+            tokenizer.model_max_length = length
+        remove(model)
+    return model
+
+
+@contextmanager
+def patched(model: Model, method: str = "yarn", factor: float | None = None, **arguments: Any) -> Iterator[Model]:
+    """`patch_model` for the length of a with-block; unpatched on the way out, also after an error."""
+    patch_model(model, method, factor, **arguments)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+@contextmanager
+def suspended(model: Model) -> Iterator[Model]:
+    """The model without its patch for the length of a with-block; the patch is put back on the way out."""
+    ensure_adopted(model)
+    record = record_of(model)
+    if record is None:
+        yield model
+        return
+    tokenizers = state_of(model).tokenizers
+    remove(model)
+    try:
+        yield model
+    finally:
+        replay(model, record)
+        state_of(model).tokenizers = tokenizers
+
+
+def make_plan(
+    model: nn.Module,
+    method: str,
+    factor: object,
+    target_length: object,
+    given_length: object,
+    layers: str,
+    options: dict[str, Any],
+) -> Plan:
+    """Validates all arguments and computes every change; nothing of the model is touched.
+
+    Raises:
+        TypeError, ValueError, PatchError: as `patch_model`.
+    """
+    chosen = get_method(method)
+    check_choice("layers", layers, LAYERS)
+    root = mechanisms.root_model(model)
+    sites = sites_for(model, chosen, layers)
+    chosen.check_options("rotary", options)
+    length = check_length("original_max_position_embeddings", given_length) if given_length is not None else None
+    length = length or trained_length(root.config)
+    if length is None:
+        raise ValueError(
+            f"{type(root.config).__name__} has none of the length fields that are known. "
+            "Give `original_max_position_embeddings`, the tokens that the model was trained at."
+        )
+    scale, target = resolve_factor(factor, target_length, length)
+    spectra = [mechanisms.read(site, length) for site in sites]
+    changes = [change_of(chosen, site, spectrum, scale, options) for site, spectrum in zip(sites, spectra, strict=True)]
+    return Plan(chosen, options, scale, length, target, layers, sites, spectra, changes)
+
+
+def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
+    """The sites that a method changes.
+
+    Raises:
+        NoSiteError: none, with what was looked at, or with the methods that do apply.
+    """
+    found = mechanisms.find_sites(model)
+    if not found:
+        looked_at = mechanisms.left_alone(model)
+        raise NoSiteError(
+            f"{type(model).__name__} has no position encoding that is known. Looked at: {quoted(looked_at)}."
+        )
+    sites = [site for site in found if site.mechanism in method.functions]
+    if not sites:
+        kinds = sorted({site.mechanism for site in found})
+        able = [each.name for each in REGISTRY.values() if set(kinds) & set(each.functions)]
+        raise NoSiteError(f"`{method.name}` has no meaning for a {kinds[0]} encoding. Methods that do: {quoted(able)}.")
+    chosen = [site for site in sites if layers == "all" or not site.is_local]
+    if not chosen:
+        raise NoSiteError(
+            f"Only layers with a sliding window rotate in {type(model).__name__} ({quoted(map(str, sites))}), so "
+            'layers="full" would change nothing. Give layers="all" to stretch them.'
+        )
+    return chosen
+
+
+def change_of(method: Method, site: Site, spectrum: Spectrum, factor: float, options: dict[str, Any]) -> RotaryChange:
+    """What the method makes of one site; at factor 1 the site as it is, whatever the method.
+
+    Raises:
+        PatchError: a temperature through cos and sin on a model that scales its logits elsewhere.
+    """
+    change = method.functions[site.mechanism](spectrum, factor, **options)
+    if factor == 1:
+        return RotaryChange(spectrum.inv_freq, spectrum.attention_scaling)
+    if change.attention_scaling != spectrum.attention_scaling and logits.scales_logits_itself(site):
+        raise PatchError(
+            f"`{method.name}` scales cos and sin by {float(change.attention_scaling):.4g}, which on "
+            f"{type(site.module).__name__} reaches only a part of each head: this model scales its logits elsewhere. Give "
+            'temperature="logits" to scale the whole logit, or attention_factor=1.0 for none.'
+        )
+    return change
+
+
+def apply(model: nn.Module, plan: Plan) -> None:
+    """Writes a plan and proves that it acts; puts everything back if anything fails.
+
+    Raises:
+        PatchError: the patch has no effect, or a module does not follow its buffer.
+    """
+    earlier = record_of(model)
+    for depth in probe.DEPTHS:
+        configs = own_configs(model)
+        try:
+            baseline = probe.run(model, plan.sites, depth) if plan.is_active else None
+            sites = [site for site in mechanisms.find_sites(model) if str(site) in plan.names]
+            write(model, sites, plan, earlier)
+            if plan.is_active:
+                probe.check_turns(*plan.active(sites))
+                probe.check_effect(baseline, probe.run(model, sites, depth), sites, depth)
+            return
+        except BaseException as error:
+            remove(model)
+            configs.give_back()
+            if earlier is not None:
+                replay(model, earlier)
+            if not (isinstance(error, probe.NoEffectError) and depth != probe.DEPTHS[-1]):
+                raise
+
+
+def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord | None) -> None:
+    """Writes sites, softmax scaling, length fields, `rope_parameters` and the record."""
+    root = mechanisms.root_model(model)
+    undo = root.__dict__.setdefault(STATE, PatchState()).configs
+    before = earlier.before if earlier else fields_before(root)
+    first = earlier.original_max_position_embeddings if earlier else original_length(root.config, plan.trained_length)
+    scale = float(plan.changes[0].logit_scale)
+    if scale != 1:
+        logits.write(model, sites, scale)
+    for config in config_parts(model):
+        undo.set(config, **dict.fromkeys(length_fields(config), plan.target_length))
+    stretch = native.Stretch(plan.method.name, plan.options, plan.target_length / first, first, plan.target_length)
+    native_kind = export(model, undo, *plan.active_spectra(sites), stretch) if plan.is_active else "unchanged"
+    for site, change in zip(*plan.active(sites), strict=True):
+        mechanisms.write(site, change, plan.target_length)
+    record = PatchRecord(
+        method=plan.method.name,
+        options=plan.options,
+        factor=plan.factor,
+        trained_length=plan.trained_length,
+        target_length=plan.target_length,
+        original_max_position_embeddings=first,
+        total_factor=plan.target_length / first,
+        layers=plan.layers,
+        sites=[str(site) for site in sites],
+        native=native_kind if earlier is None or earlier.native else None,
+        before=before,
+        previous=[{**step.to_dict(), "previous": []} for step in earlier.steps()] if earlier else [],
+        version=version("hf_posext"),
+    )
+    undo.set(root.config, **{CONFIG_FIELD: record.to_dict()})
+
+
+def export(
+    model: nn.Module,
+    undo: ConfigUndo,
+    sites: list[Site],
+    spectra: list[Spectrum],
+    changes: list[RotaryChange],
+    stretch: native.Stretch,
+) -> str | None:
+    """Writes the patch into `rope_parameters` of every text config, or of none if one of them cannot say it.
+
+    Returns:
+        In what words, None where it cannot be said.
+    """
+    exported = {}
+    for kind in {type(site.config) for site in sites}:
+        mine = [index for index, site in enumerate(sites) if type(site.config) is kind]
+        exported[kind] = native.export(
+            sites[mine[0]].config,
+            [sites[index] for index in mine],
+            [spectra[index] for index in mine],
+            [changes[index] for index in mine],
+            stretch,
+        )
+    if any(each is None for each in exported.values()):
+        return None
+    for config in config_parts(model):
+        words = exported.get(type(config))
+        if words is not None and words.rope_parameters is not None:
+            undo.set(config, rope_parameters=copy.deepcopy(words.rope_parameters))
+    return next(each.kind for each in exported.values() if each is not None)
+
+
+def remove(model: nn.Module) -> None:
+    """Gives sites, softmax scaling and config fields back what they were; nothing to do on an unpatched model."""
+    for site in mechanisms.find_sites(model):
+        mechanisms.restore(site)
+    logits.restore(model)
+    state = mechanisms.root_model(model).__dict__.pop(STATE, None)
+    if state is not None:
+        state.configs.give_back()
+
+
+def replay(model: nn.Module, record: PatchRecord) -> None:
+    """Patches an unpatched model as a record says, step by step."""
+    for step in record.steps():
+        apply(
+            model,
+            make_plan(model, step.method, step.factor, None, step.trained_length, step.layers, step.options),
+        )
+
+
+def ensure_adopted(model: nn.Module) -> None:
+    """Takes over a model that plain transformers loaded from a patched checkpoint, so that it can be unpatched.
+
+    Its config has a record but its modules have nothing to go back to: they are first made what they were before the
+    patch, by their own class from the recorded config fields, and then patched again. Nothing is applied twice.
+
+    Raises:
+        PatchError: the frequencies that were loaded are not those of the record.
+    """
+    root = mechanisms.root_model(model)
+    record = record_of(model)
+    if record is None or STATE in root.__dict__:
+        return
+    loaded = {str(site): mechanisms.read(site, record.target_length) for site in mechanisms.find_sites(model)}
+    own_configs(model)
+    set_fields(model, record.before)
+    delattr(root.config, CONFIG_FIELD)
+    for site in mechanisms.find_sites(model):
+        mechanisms.reset(site)
+    replay(model, record)
+    if record.native is None:
+        return
+    for site in mechanisms.find_sites(model):
+        now, then = mechanisms.read(site, record.target_length).inv_freq, loaded[str(site)].inv_freq
+        if not torch.allclose(now, then, rtol=1e-5, atol=0):
+            raise PatchError(
+                f"{site} was loaded with frequencies that its patch record ({record.describe()}) does not give. The "
+                "config was edited after it was saved; load the original checkpoint and patch it again."
+            )
+
+
+def state_of(model: nn.Module) -> PatchState:
+    """The state of a patched model."""
+    return mechanisms.root_model(model).__dict__[STATE]

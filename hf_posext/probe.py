@@ -1,0 +1,137 @@
+"""Proof that a patch acts: the rotary modules turn as the method says, and what the model computes depends on it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posext.contract import RotaryChange, Site
+from hf_posext.errors import PatchError
+from hf_posext.mechanisms import keeper_of, rotary
+from hf_posext.mechanisms._scope import scoped_modules
+
+logger = logging.getLogger(__name__)
+POSITIONS = (0, 1, 2, 7)
+TOKENS = 8
+DEPTHS = ("first layer", "whole stack")
+
+
+class NoEffectError(PatchError):
+    """The model computes the same with and without the patch."""
+
+
+class _Reached(Exception):  # noqa: N818 - it ends a forward early, nothing went wrong
+    """Carries the output of the layer at which a probe stops."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+def check_turns(sites: list[Site], changes: list[RotaryChange]) -> None:
+    """Compares the live cos and sin of each changed module with the closed form.
+
+    Raises:
+        PatchError: a module whose forward does not use the frequencies that it was given.
+    """
+    for site, change in zip(sites, changes, strict=True):
+        buffer = getattr(site.module, site.field)
+        if keeper_of(site) is not rotary or buffer.is_meta:
+            continue
+        if rotary.turns_as(site.module, site.label, change, POSITIONS) is False:
+            raise PatchError(
+                f"{site} ({type(site.module).__name__}) does not turn by the frequencies in its `{site.field}`: its "
+                "forward computes them elsewhere. Report the model; it was left as it was."
+            )
+
+
+def check_effect(before: Tensor | None, after: Tensor | None, sites: list[Site], depth: str) -> None:
+    """Demands that what came out of the model for a few tokens is not the same with and without the patch.
+
+    Args:
+        before: output of `run` before the patch.
+        after: output of `run` with it; None for either where the model cannot run on token ids alone.
+        sites: the changed sites.
+        depth: how far both ran.
+
+    Raises:
+        NoEffectError: the outputs are the same to the last bit.
+    """
+    if before is not None and after is not None and torch.equal(before, after):
+        raise NoEffectError(
+            f"The patch of {sites[0]} has no effect on what the model computes ({depth}): its attention does not use "
+            "this module (fused or replaced attention, or rotation switched off in the config). Patch before fusing, "
+            "or load without fused kernels. The model was left as it was."
+        )
+
+
+def first_served_layer(owner: nn.Module, sites: list[Site]) -> nn.Module | None:
+    """The first decoder layer of a type that the sites serve, None where no stack of layers is found."""
+    stacks = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
+    layers = max(stacks, key=len, default=None)
+    if not layers:
+        return None
+    kinds = getattr(sites[0].config, "layer_types", None) or []
+    labels = {site.label for site in sites}
+    served = (index for index in range(len(layers)) if index < len(kinds) and kinds[index] in labels)
+    return layers[next(served, 0)]
+
+
+def run(model: nn.Module, sites: list[Site], depth: str) -> Tensor | None:
+    """What comes out of the first layer that the sites serve, or of the whole stack, for a few tokens.
+
+    The first layer costs next to nothing on a large model, but a layer without rotation shows nothing: the whole stack
+    is the second try. The mask is given, or gaps between positions would look like packed documents. The random state
+    is put back, so that dropout of a model in training mode is the same twice and nobody notices.
+
+    Returns:
+        A tensor, or None where the model cannot run on token ids alone.
+    """
+    owner = next(each.owner for each in scoped_modules(model) if each.module is sites[0].module)
+    accepted = inspect.signature(owner.forward).parameters
+    device = next(owner.parameters()).device
+    if device.type == "meta":
+        return None
+    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
+    positions = 3 * torch.arange(TOKENS, device=device)[None]
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "position_ids": positions,
+        "use_cache": False,
+    }
+    stop = first_served_layer(owner, sites) if depth == DEPTHS[0] else None
+    with torch.no_grad(), torch.random.fork_rng(), stopping_at(stop):
+        torch.manual_seed(0)
+        try:
+            output = owner(**{name: value for name, value in inputs.items() if name in accepted})
+        except _Reached as reached:
+            output = reached.output
+        except Exception as error:  # whatever a foreign forward raises when it wants more than token ids
+            logger.debug("The probe could not run %s on token ids alone: %s", type(owner).__name__, error)
+            return None
+    first = output if torch.is_tensor(output) else output[0]
+    return first if torch.is_tensor(first) else None
+
+
+@contextmanager
+def stopping_at(layer: nn.Module | None) -> Iterator[None]:
+    """Ends the forward of a model as soon as a layer has produced its output."""
+    if layer is None:
+        yield
+        return
+
+    def stop(module: nn.Module, arguments: Any, output: Any) -> None:
+        raise _Reached(output)
+
+    handle = layer.register_forward_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()

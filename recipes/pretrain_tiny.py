@@ -1,0 +1,223 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["hf_posext"]
+# ///
+"""Makes the demo models: a tokenizer and a tiny transformer trained at 256 tokens, so that 512 to 4096 is long for it.
+
+    python recipes/pretrain_tiny.py recipes/configs/llama_pretrain_256.yaml --out runs/llama
+    python recipes/pretrain_tiny.py recipes/configs/llama_pretrain_256.yaml --out runs/llama --export hf_posext/demo/llama
+
+The first line trains (about an hour on one core; run it again to resume), the second writes the bf16 weights, the
+tokenizer and `training_log.json`. A quarter of the sequences are copy, repeat and passkey tasks with distances over the
+whole window: without them a model of this size cannot copy at all and every retrieval probe on it would be vacuous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_posext.evaluation.probes import ProbeSequence, copy_sequence, passkey_sequence, repeat_sequence
+
+CORPUS = Path(__file__).parent / "data" / "kjv.jsonl.gz"
+IGNORED = -100
+
+
+def read_books(path: Path) -> dict[str, str]:
+    """Title -> text."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return {book["title"]: book["text"] for book in map(json.loads, lines)}
+
+
+def train_tokenizer(texts: list[str], vocabulary: int, length: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that adds a BOS; digits are single tokens, so that a pass key has as many tokens as digits."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=length
+    )
+
+
+class SequenceMaker:
+    """Draws training sequences: prose most of the time, else one of the three synthetic tasks."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int, seed: int) -> None:
+        self.tokenizer, self.length, self.rng = tokenizer, length, random.Random(seed)
+        self.books = [self.encode(text) for text in texts]
+        self.weights = [len(book) for book in self.books]
+        self.vocabulary = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def prose(self, length: int) -> list[int]:
+        """A window of `length` tokens from a book, books weighted by their length."""
+        book = self.rng.choices(self.books, self.weights)[0]
+        start = self.rng.randrange(len(book) - length)
+        return book[start : start + length]
+
+    def synthetic(self, room: int) -> ProbeSequence:
+        """One task over `room` tokens; distances are uniform over what fits."""
+        kind = self.rng.choices(["copy", "repeat", "passkey"], [0.4, 0.4, 0.2])[0]
+        if kind == "copy":
+            payload = self.rng.randint(12, 80)
+            distance = self.rng.randint(payload, room - payload)
+            lead = room - distance - payload
+            return copy_sequence(
+                self.rng, self.prose(room), self.vocabulary, payload=payload, distance=distance, lead=lead
+            )
+        if kind == "repeat":
+            period = round(8 * (room / 10) ** self.rng.random())  # log-uniform: short periods teach copying fastest
+            is_random = self.rng.random() < 0.5
+            passage = self.rng.choices(self.vocabulary, k=period) if is_random else self.prose(period)
+            task = repeat_sequence(passage, room)
+            return replace(task, random=list(range(period)) if is_random else [])
+        return passkey_sequence(self.rng, self.encode, self.prose(room), room, depth=self.rng.random())
+
+    def row(self, kind: str) -> dict[str, list[int]]:
+        """One example with BOS: `prose`, `synthetic` (learns all but what is random) or `copy` (scores the copy)."""
+        room = self.length - 1
+        bos = self.tokenizer.bos_token_id
+        if kind == "prose":
+            tokens = [bos, *self.prose(room)]
+            return {"input_ids": tokens, "labels": tokens}
+        task = self.copy_gate(room) if kind == "copy" else self.synthetic(room)
+        labels = list(task.tokens)
+        if kind == "copy":
+            labels = [IGNORED] * room
+            for position in task.scored:
+                labels[position] = task.tokens[position]
+        for position in task.random:
+            labels[position] = IGNORED
+        return {"input_ids": [bos, *task.tokens], "labels": [IGNORED, *labels]}
+
+    def copy_gate(self, room: int, payload: int = 32) -> ProbeSequence:
+        """The in-window copy probe: 32 random tokens, distances uniform over the window."""
+        distance = self.rng.randint(payload, room - payload)
+        lead = room - distance - payload
+        return copy_sequence(self.rng, self.prose(room), self.vocabulary, payload=payload, distance=distance, lead=lead)
+
+    def dataset(self, kinds: list[str]) -> Dataset:
+        """One row for each entry of `kinds`."""
+        return Dataset.from_list([self.row(kind) for kind in kinds])
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Share of labelled tokens whose arg max is right."""
+    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((guesses == labels)[labels != IGNORED].mean())}
+
+
+def build(config: dict[str, Any], out: Path) -> Trainer:
+    """Tokenizer, data, model and Trainer from the YAML sections."""
+    data, books = config["data"], read_books(CORPUS)
+    apart = {*data["validation"], *data["held_out"]}
+    if unknown := apart - books.keys():
+        raise ValueError(f"Not in {CORPUS.name}: {sorted(unknown)}. Known: {sorted(books)}.")
+    training_texts = [text for title, text in books.items() if title not in apart]
+    tokenizer = train_tokenizer(training_texts, data["vocabulary"], data["length"])
+    long_enough = [text for text in training_texts if len(text) > 8 * data["length"]]
+    maker = SequenceMaker(tokenizer, long_enough, data["length"], data["seed"])
+    kinds = maker.rng.choices(
+        ["synthetic", "prose"], [data["synthetic_share"], 1 - data["synthetic_share"]], k=data["sequences"]
+    )
+    validation = SequenceMaker(tokenizer, [books[t] for t in data["validation"]], data["length"], data["seed"] + 1)
+    set_seed(config["training"]["seed"])
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=1, **config["model"])
+    )
+    arguments = TrainingArguments(output_dir=str(out), report_to="none", use_cpu=True, **config["training"])
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=maker.dataset(kinds),
+        eval_dataset={"prose": validation.dataset(["prose"] * 128), "copy": validation.dataset(["copy"] * 128)},
+        processing_class=tokenizer,
+        data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+
+
+def override(config: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """Applies `section.key=value` settings; an unknown section is an error, keys are checked by their consumer."""
+    for setting in settings:
+        path, _, value = setting.partition("=")
+        section, _, key = path.partition(".")
+        if section not in config or not key or not value:
+            raise ValueError(f"`--set` takes section.key=value with a section of {sorted(config)}, got {setting!r}.")
+        config[section][key] = yaml.safe_load(value)
+    return config
+
+
+def export(trainer: Trainer, out: Path, directory: Path) -> None:
+    """The newest checkpoint as bf16 safetensors, with tokenizer and the loss curve."""
+    checkpoint = get_last_checkpoint(str(out))
+    if checkpoint is None:
+        raise FileNotFoundError(f"No checkpoint in {out}: train first, without `--export`.")
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    trainer.processing_class.save_pretrained(directory)
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+    log = [{key: entry[key] for key in entry if key in LOGGED} for entry in state["log_history"]]
+    (directory / "training_log.json").write_text(json.dumps([entry for entry in log if len(entry) > 1], indent=0))
+
+
+LOGGED = ("step", "loss", "eval_prose_loss", "eval_prose_accuracy", "eval_copy_accuracy")
+
+
+def main() -> None:
+    """Trains, or with `--export` writes the shipped files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="checkpoints; training resumes from the newest")
+    parser.add_argument("--export", type=Path, help="write model and tokenizer here instead of training")
+    parser.add_argument("--threads", type=int, default=1, help="one is often faster than two on a busy machine")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    trainer = build(override(yaml.safe_load(arguments.config.read_text()), arguments.set), arguments.out)
+    if arguments.export:
+        export(trainer, arguments.out, arguments.export)
+        return
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(arguments.out)) if arguments.out.exists() else None)
+    print(f"{time.perf_counter() - started:.0f} seconds, {trainer.state.global_step} steps")
+
+
+if __name__ == "__main__":
+    main()
