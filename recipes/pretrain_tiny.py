@@ -4,10 +4,11 @@
 # ///
 """Makes the demo models: a tokenizer and a tiny transformer trained at 256 tokens, so that 512 to 4096 is long for it.
 
-    python recipes/pretrain_tiny.py recipes/configs/llama_pretrain_256.yaml --out runs/llama
-    python recipes/pretrain_tiny.py recipes/configs/llama_pretrain_256.yaml --out runs/llama --export hf_posext/demo/llama
+    CONFIG=recipes/configs/llama_pretrain_256.yaml
+    python recipes/pretrain_tiny.py $CONFIG --out runs/llama
+    python recipes/pretrain_tiny.py $CONFIG --out runs/llama --export hf_posext/demo/llama
 
-The first line trains (about an hour on one core; run it again to resume), the second writes the bf16 weights, the
+The first command trains (about an hour on one core; run it again to resume), the second writes the bf16 weights, the
 tokenizer and `training_log.json`. A quarter of the sequences are copy, repeat and passkey tasks with distances over the
 whole window: without them a model of this size cannot copy at all and every retrieval probe on it would be vacuous.
 """
@@ -92,7 +93,7 @@ class SequenceMaker:
 
     def synthetic(self, room: int) -> ProbeSequence:
         """One task over `room` tokens; distances are uniform over what fits."""
-        kind = self.rng.choices(["copy", "repeat", "passkey"], [0.4, 0.4, 0.2])[0]
+        kind = self.rng.choices(["copy", "repeat", "passkey"], [0.35, 0.5, 0.15])[0]
         if kind == "copy":
             payload = self.rng.randint(12, 80)
             distance = self.rng.randint(payload, room - payload)
@@ -102,7 +103,7 @@ class SequenceMaker:
             )
         if kind == "repeat":
             period = round(8 * (room / 10) ** self.rng.random())  # log-uniform: short periods teach copying fastest
-            is_random = self.rng.random() < 0.5
+            is_random = self.rng.random() < 0.8
             passage = self.rng.choices(self.vocabulary, k=period) if is_random else self.prose(period)
             task = repeat_sequence(passage, room)
             return replace(task, random=list(range(period)) if is_random else [])
@@ -152,15 +153,25 @@ def build(config: dict[str, Any], out: Path) -> Trainer:
     tokenizer = train_tokenizer(training_texts, data["vocabulary"], data["length"])
     long_enough = [text for text in training_texts if len(text) > 8 * data["length"]]
     maker = SequenceMaker(tokenizer, long_enough, data["length"], data["seed"])
-    kinds = maker.rng.choices(
-        ["synthetic", "prose"], [data["synthetic_share"], 1 - data["synthetic_share"]], k=data["sequences"]
-    )
+    batch = config["training"]["per_device_train_batch_size"]
+    kinds = [
+        kind
+        for steps, share in data["stages"]
+        for kind in maker.rng.choices(["synthetic", "prose"], [share, 1 - share], k=steps * batch)
+    ]
     validation = SequenceMaker(tokenizer, [books[t] for t in data["validation"]], data["length"], data["seed"] + 1)
     set_seed(config["training"]["seed"])
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=1, **config["model"])
     )
-    arguments = TrainingArguments(output_dir=str(out), report_to="none", use_cpu=True, **config["training"])
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        report_to="none",
+        use_cpu=True,
+        max_steps=sum(steps for steps, _ in data["stages"]),
+        train_sampling_strategy="sequential",  # the rows are random draws already, and the stages have an order
+        **config["training"],
+    )
     return Trainer(
         model,
         arguments,

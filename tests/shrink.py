@@ -51,6 +51,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"\w*(head_dim|headdim|d_head|dim_head|head_width|head_size|kv_channels|d_kv|attn_scalar)", at_most(HEAD_WIDTH)),
     (r"rotary_dim", HEAD_WIDTH // 2),
     (r"\w*(_rank|d_state|state_size|lowrank)", at_most(HEAD_WIDTH)),
+    (r"num_filters", at_most(4)),
     (r"depth|num_blocks|n_layers?|(\w+_)?layers", at_most(2)),
     (r"\w*(image|img|crop)_size|resolution", at_most(TRAINED_LENGTH)),
     (r"\w*_rate|\w*chunk\w*|seed|\w*temperature|\w*base|\w*num_buckets|\w*max_distance|\w*_index", kept),
@@ -86,7 +87,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": DEFAULT_ROPE}},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "Emu3Config": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}},
-    "Granite4VisionConfig": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1]},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
     "PaddleOCRTextConfig": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [2, 3, 3]}},
     "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 5},
     "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 5},
@@ -100,14 +101,18 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "Step3p7TextConfig": {"sliding_window": 8},
     # One field must be a function of others.
     "Apertus1p5Config": {"image_token_offset": 8, "audio_token_offset": 72},
-    "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    "DoryConfig": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1),
+        "num_hidden_layers": 3,
+    },
     "Dots3NoteTextConfig": {
         **{f"swa_{name}": HEADS for name in ("num_attention_heads", "num_key_value_heads")},
         **{f"swa_{name}": HEAD_WIDTH for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
         "swa_head_dim": 2 * HEAD_WIDTH,
         "head_dim": 2 * HEAD_WIDTH,
     },
-    "FalconH1Config": {"mamba_d_ssm": 2 * WIDTH},
+    "FalconH1Config": {"mamba_d_ssm": 2 * WIDTH, "mamba_d_head": HEAD_WIDTH},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": WIDTH // 4},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
 }

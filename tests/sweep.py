@@ -4,16 +4,15 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.shrink import FIRST_TEXT_TOKEN, INITIALIZER_RANGE, shrunken
+from tests.shrink import FIRST_TEXT_TOKEN, HEAD_WIDTH, INITIALIZER_RANGE, shrunken
 
 LENGTH = 16
-MAX_PARAMETERS = 3_000_000
+MAX_PARAMETERS = 8_000_000
 HEADS_IN_ORDER = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -48,29 +47,33 @@ def build(model_type: str, seed: int = 0) -> Any:
     from transformers import CONFIG_MAPPING
 
     reason = "transformers maps no model class to it"
-    for config, cls in _candidates(model_type, CONFIG_MAPPING[model_type]):
+    try:
+        candidates = list(_candidates(model_type, CONFIG_MAPPING[model_type]))
+    except Exception as error:  # configurations whose defaults are refused, classes that need other packages
+        raise CannotBuildError(one_line(error)) from error
+    for config, cls in candidates:
         try:
             model = _random_model(cls, shrunken(config()), seed)
             logits(model)
             return model
         except Exception as error:  # whatever a foreign constructor raises is the reason why it is not in the sweep
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
+            reason = one_line(error)
     raise CannotBuildError(reason)
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, short enough for a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
+
+
 def _candidates(model_type: str, config_class: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of a maker of a configuration and a model class: the whole first, then its text part."""
+    """Pairs of a configuration class and a model class: the whole first, then its text part."""
     classes = model_classes(model_type)
-    for cls in classes:
-        if issubclass(config_class, cls.config_class):
-            yield config_class, cls
-            break
-    text = config_class().get_text_config(decoder=True)
-    if type(text) is not config_class:
-        for cls in [*classes, *model_classes(text.model_type)]:
-            if issubclass(type(text), cls.config_class):
-                yield type(text), cls
-                break
+    text_class = type(config_class().get_text_config(decoder=True))
+    whole = [cls for cls in classes if cls.config_class is not text_class or text_class is config_class]
+    text = [cls for cls in [*classes, *model_classes(text_class.model_type)] if cls.config_class is text_class]
+    yield from ((config_class, cls) for cls in whole[:1])
+    yield from ((text_class, cls) for cls in text[:1] if text_class is not config_class)
 
 
 def model_classes(model_type: str) -> list[Any]:
@@ -110,38 +113,43 @@ def make_loud(model: nn.Module) -> None:
             parameter.fill_(1.0)  # gates and temperatures
 
 
-def text_inputs(model: Any) -> dict[str, Any]:
-    """Text for any architecture, with what keeps gapped positions from being taken for packed documents."""
+def text_inputs(model: Any, spread: bool = False) -> dict[str, Any]:
+    """Text for any architecture, with a mask that keeps gapped positions from being taken for packed documents.
+
+    Args:
+        model: the model that is to read it.
+        spread: put a masked token behind each token, so that token i stands at position 2i whatever the model makes
+            its positions from.
+    """
     accepted = inspect.signature(model.forward).parameters
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(FIRST_TEXT_TOKEN, vocabulary // 2), vocabulary, (2, LENGTH), generator=generator)
-    inputs = {
-        "input_ids": ids,
-        "decoder_input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "use_cache": False,
-    }
-    passes_on = {"attention_mask", "use_cache"} if "kwargs" in accepted else set()
-    return {name: value for name, value in inputs.items() if name in accepted or name in passes_on or name == "input_ids"}
+    mask = torch.ones_like(ids)
+    if spread:
+        ids = ids.repeat_interleave(2, dim=1)
+        mask = torch.tensor([1, 0]).repeat(2, LENGTH)
+    inputs = {"input_ids": ids, "decoder_input_ids": ids, "attention_mask": mask, "use_cache": False}
+    passed_on = {"attention_mask", "use_cache"} if "kwargs" in accepted else set()
+    return {name: value for name, value in inputs.items() if name in {"input_ids", *accepted, *passed_on}}
 
 
 @torch.no_grad()
-def logits(model: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """What the model says to the text, at the default positions or at the given ones [L]."""
-    inputs = text_inputs(model)
+def logits(model: Any, positions: torch.Tensor | None = None, spread: bool = False) -> torch.Tensor:
+    """What the model says to the text [B, L, V], at its own positions, at given ones [L] or at every other one."""
+    inputs = text_inputs(model, spread)
     if positions is not None:
-        for name in position_arguments(model):
-            inputs[name] = positions[None].expand(2, -1)
+        inputs |= {name: positions[None].expand(2, -1) for name in position_arguments(model)}
     with torch.random.fork_rng():
         torch.manual_seed(0)  # some draw noise in their forward
         output = model(**inputs)
     found = getattr(output, "logits", None)
-    return output[0] if found is None else found
+    found = output[0] if found is None else found
+    return found[:, ::2] if spread else found
 
 
 def position_arguments(model: Any) -> list[str]:
-    """The arguments of `forward` that take positions."""
+    """The arguments of `forward` that may take positions."""
     accepted = inspect.signature(model.forward).parameters
     named = [name for name in ("position_ids", "decoder_position_ids") if name in accepted]
     return named or (["position_ids"] if "kwargs" in accepted else [])
@@ -150,14 +158,36 @@ def position_arguments(model: Any) -> list[str]:
 def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules, by path, that own a rotary spectrum or table and that a text alone makes run."""
     owners = {name: module for name, module in model.named_modules() if _owns_spectrum(module)}
-    ran: set[str] = set()
-    hooks = [owner.register_forward_hook(lambda *_, name=name: ran.add(name)) for name, owner in owners.items()]
+    ran = {name for name, _ in _outputs(model, owners, None)}
+    return {name: owner for name, owner in owners.items() if name in ran}
+
+
+def rotations(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """All that the rotary modules give out for a text at the given positions, one after the other."""
+    tensors = [tensor for _, given in _outputs(model, rotary_modules(model), positions) for tensor in given]
+    return torch.cat([torch.view_as_real(each).flatten() if each.is_complex() else each.flatten() for each in tensors])
+
+
+def _outputs(
+    model: nn.Module, owners: dict[str, nn.Module], positions: torch.Tensor | None
+) -> list[tuple[str, list[torch.Tensor]]]:
+    """What each of some modules gives out in one forward, in the order in which they run."""
+    given: list[tuple[str, list[torch.Tensor]]] = []
+
+    def keep(name: str, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        given.append((name, [part for part in parts if torch.is_tensor(part)]))
+
+    hooks = [
+        owner.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+        for name, owner in owners.items()
+    ]
     try:
-        logits(model)
+        logits(model, positions)
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: owner for name, owner in owners.items() if name in ran}
+    return given
 
 
 def _owns_spectrum(module: nn.Module) -> bool:
@@ -165,25 +195,14 @@ def _owns_spectrum(module: nn.Module) -> bool:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point() and buffer.ndim == 1 and re.search(r"(^|_)inv_freq$", name):
             return True
-        if buffer.ndim == 2 and name == "embed_positions":
+        if buffer.is_floating_point() and buffer.ndim == 2 and _is_head_table(buffer):
             return True
     return isinstance(module, nn.Embedding) and not module.weight.requires_grad and _is_head_table(module.weight)
 
 
 def _is_head_table(table: torch.Tensor) -> bool:
-    """Whether rows hold a sine and a cosine per angle, for fewer channels than a whole hidden state has."""
-    sine, cosine = table.chunk(2, dim=1)
-    return sine.shape == cosine.shape and sine.shape[1] < 16 and bool(torch.allclose(sine**2 + cosine**2, torch.ones(())))
-
-
-@cache
-def rotary_architectures() -> tuple[str, ...]:
-    """The architectures in the sweep: those with a rotary module that runs on text."""
-    return tuple(name for name in model_types() if _is_rotary(name))
-
-
-def _is_rotary(model_type: str) -> bool:
-    try:
-        return bool(rotary_modules(build(model_type)))
-    except CannotBuildError:
+    """Whether rows hold a sine and a cosine per angle, for no more channels than one head has."""
+    if table.shape[1] > HEAD_WIDTH or table.shape[1] % 2:
         return False
+    sine, cosine = table.chunk(2, dim=1)
+    return bool(torch.allclose(sine**2 + cosine**2, torch.ones(()), atol=1e-5))

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+_HELD: dict[type[nn.Module], type[nn.Module]] = {}
+
 
 class Holder(Protocol):
     """What a held module keeps: the class and values to go back to, and the values to keep."""
@@ -58,9 +60,15 @@ def revive(base: type[nn.Module]) -> nn.Module:
     return held.__new__(held)
 
 
-@functools.cache
 def held_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `base` that writes its buffers again whenever they were replaced."""
+    """The subclass of `base` that writes its buffers again whenever they were replaced; one for each base."""
+    if base not in _HELD:
+        _HELD[base] = make_held_class(base)
+    return _HELD[base]
+
+
+def make_held_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Derives that subclass."""
 
     class Held(base):  # type: ignore[misc, valid-type]
         _posext: Holder

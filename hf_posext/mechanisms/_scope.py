@@ -45,7 +45,7 @@ def scoped_modules(model: nn.Module) -> Iterator[Scoped]:
 
 
 def find_root(model: nn.Module) -> PreTrainedModel | None:
-    """The outermost transformers model inside an object: itself, or what an adapter or a wrapper holds; None without."""
+    """The outermost transformers model: the object itself, or what an adapter or wrapper holds; None without."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
 

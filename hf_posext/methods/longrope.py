@@ -71,6 +71,6 @@ def check_list(name: str, values: Sequence[float], length: int) -> Tensor:
     """
     if len(values) != length:
         raise ValueError(
-            f"`{name}` must have {length} values, half of the {2 * length} rotated channels of a head, got {len(values)}."
+            f"`{name}` must have {length} values, half of the {2 * length} channels that rotate, got {len(values)}."
         )
     return torch.tensor([check_positive(name, value) for value in values], dtype=torch.float64)

@@ -20,7 +20,8 @@ ntk = method(
 def rotary(spectrum: Spectrum, factor: Factor) -> RotaryChange:
     """theta_i s^(-2i/(d-2)): channel 0 is kept, channel d/2 - 1 becomes theta / s exactly.
 
-    The middle channels are stretched by less than s, so quality breaks before s N: ask for about 4/3 of the length you need.
+    The middle channels are stretched by less than s, so quality breaks before s N: ask for
+    about 4/3 of the length you need.
 
     Raises:
         ValueError: d = 2, where the first channel is the last and the exponent is 0 / 0.
