@@ -126,9 +126,11 @@ def candidates(old: Block, site: Site, spectrum: Spectrum, change: RotaryChange,
     ratios = unscaled(site, kept) / change.inv_freq
     own_temperature = {key: old[key] for key in ("mscale", "mscale_all_dim") if old.get("mscale_all_dim")}
     if not own_temperature:
-        yield {**kept, "rope_type": "default", "rope_theta": rotary.implied_base(change.inv_freq)}
-        uniform = float(ratios[0])
-        yield {**kept, "rope_type": "linear", "factor": total if abs(total / uniform - 1) < 1e-6 else uniform}
+        base, uniform = rotary.implied_base(change.inv_freq), float(ratios[0])
+        if torch.allclose(change.inv_freq, geometric(base, len(ratios)), rtol=RELATIVE_TOLERANCE, atol=0):
+            yield {**kept, "rope_type": "default", "rope_theta": base}
+        if torch.allclose(ratios, ratios[:1], rtol=RELATIVE_TOLERANCE, atol=0):
+            yield {**kept, "rope_type": "linear", "factor": total if abs(total / uniform - 1) < 1e-6 else uniform}
         yield from published(kept, spectrum, change, stretch)
         if old.get("rope_type") == "proportional":
             yield {**kept, "rope_type": "proportional", "factor": total}
@@ -147,6 +149,11 @@ def candidates(old: Block, site: Site, spectrum: Spectrum, change: RotaryChange,
     yield carrier
     scaling = float(change.attention_scaling)
     yield {**carrier, "short_mscale": scaling, "long_mscale": scaling}
+
+
+def geometric(base: float, channels: int) -> Tensor:
+    """base^(-i / F), [F] float64: the spectrum without any scaling."""
+    return base ** -(torch.arange(channels, dtype=torch.float64) / channels)
 
 
 def published(kept: Block, spectrum: Spectrum, change: RotaryChange, stretch: Stretch) -> Iterator[Block]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_posext import mechanisms, native, probe
-from hf_posext.configs import ConfigUndo, config_parts, fields_before, own_configs, set_fields
+from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
 from hf_posext.contract import RotaryChange, Site, Spectrum
 from hf_posext.errors import PatchError
 from hf_posext.lengths import length_fields, original_length
@@ -118,8 +118,7 @@ def suspended(model: Model) -> Iterator[Model]:
     try:
         yield model
     finally:
-        replay(model, record)
-        state_of(model).tokenizers = tokenizers
+        replay(model, record, tokenizers)
 
 
 def apply(model: nn.Module, plan: Plan) -> None:
@@ -129,21 +128,24 @@ def apply(model: nn.Module, plan: Plan) -> None:
         PatchError: the patch has no effect, or a module does not follow its buffer.
     """
     earlier = record_of(model)
+    tokenizers = state_of(model).tokenizers if earlier else []
     for depth in probe.DEPTHS:
-        configs = own_configs(model)
+        # A patched model has its own copies already, and its undo knows them.
+        configs = OwnConfigs([]) if earlier else own_configs(model)
         try:
-            baseline = probe.run(model, plan.sites, depth) if plan.is_active else None
+            baseline = probe.run(model, plan.sites, depth, plan.trained_length) if plan.is_active else None
             sites = [site for site in mechanisms.find_sites(model) if str(site) in plan.names]
             write(model, sites, plan, earlier)
             if plan.is_active:
                 probe.check_turns(*plan.active(sites))
-                probe.check_effect(baseline, probe.run(model, sites, depth), sites, depth)
+                after = probe.run(model, sites, depth, plan.trained_length)
+                probe.check_effect(baseline, after, sites, depth)
             return
         except BaseException as error:
             remove(model)
             configs.give_back()
             if earlier is not None:
-                replay(model, earlier)
+                replay(model, earlier, tokenizers)
             if not (isinstance(error, probe.NoEffectError) and depth != probe.DEPTHS[-1]):
                 raise
 
@@ -223,13 +225,14 @@ def remove(model: nn.Module) -> None:
         state.configs.give_back()
 
 
-def replay(model: nn.Module, record: PatchRecord) -> None:
-    """Patches an unpatched model as a record says, step by step."""
+def replay(model: nn.Module, record: PatchRecord, tokenizers: Iterable[tuple[Any, Any]] = ()) -> None:
+    """Patches an unpatched model as a record says, step by step; `tokenizers` are those that unpatching gives back."""
     for step in record.steps():
         apply(
             model,
             make_plan(model, step.method, step.factor, None, step.trained_length, step.layers, step.options),
         )
+    state_of(model).tokenizers = list(tokenizers)
 
 
 def ensure_adopted(model: nn.Module) -> None:

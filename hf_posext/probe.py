@@ -18,8 +18,8 @@ from hf_posext.mechanisms._scope import scoped_modules
 
 logger = logging.getLogger(__name__)
 POSITIONS = (0, 1, 2, 7)
-TOKENS = 8
-DEPTHS = ("first layer", "whole stack")
+TOKENS = 6
+DEPTHS = ("first attention", "whole stack")
 
 
 class NoEffectError(PatchError):
@@ -27,7 +27,7 @@ class NoEffectError(PatchError):
 
 
 class _Reached(Exception):  # noqa: N818 - it ends a forward early, nothing went wrong
-    """Carries the output of the layer at which a probe stops."""
+    """Carries the output of the part at which a probe stops."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -71,24 +71,33 @@ def check_effect(before: Tensor | None, after: Tensor | None, sites: list[Site],
         )
 
 
-def first_served_layer(owner: nn.Module, sites: list[Site]) -> nn.Module | None:
-    """The first decoder layer of a type that the sites serve, None where no stack of layers is found."""
+def first_attention(owner: nn.Module, sites: list[Site]) -> list[nn.Module]:
+    """The composite parts of the first decoder layer that the sites serve: whichever ends first is attention.
+
+    Empty where no stack of layers is found.
+    """
     stacks = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
     layers = max(stacks, key=len, default=None)
     if not layers:
-        return None
+        return []
     kinds = getattr(sites[0].config, "layer_types", None) or []
     labels = {site.label for site in sites}
     served = (index for index in range(len(layers)) if index < len(kinds) and kinds[index] in labels)
-    return layers[next(served, 0)]
+    return [part for part in layers[next(served, 0)].children() if list(part.children())]
 
 
-def run(model: nn.Module, sites: list[Site], depth: str) -> Tensor | None:
-    """What comes out of the first layer that the sites serve, or of the whole stack, for a few tokens.
+def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor | None:
+    """What comes out of the first attention that the sites serve, or of the whole stack, for a few tokens.
 
-    The first layer costs next to nothing on a large model, but a layer without rotation shows nothing: the whole stack
+    The first attention costs next to nothing on a large model, but one without rotation shows nothing: the whole stack
     is the second try. The mask is given, or gaps between positions would look like packed documents. The random state
     is put back, so that dropout of a model in training mode is the same twice and nobody notices.
+
+    Args:
+        model: the model, patched or not.
+        sites: the sites of the patch.
+        depth: one of `DEPTHS`.
+        length: N, over which the positions are spread.
 
     Returns:
         A tensor, or None where the model cannot run on token ids alone.
@@ -99,14 +108,14 @@ def run(model: nn.Module, sites: list[Site], depth: str) -> Tensor | None:
     if device.type == "meta":
         return None
     tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
-    positions = 3 * torch.arange(TOKENS, device=device)[None]
+    positions = torch.arange(TOKENS, device=device)[None] * max(1, length // TOKENS)
     inputs = {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
         "position_ids": positions,
         "use_cache": False,
     }
-    stop = first_served_layer(owner, sites) if depth == DEPTHS[0] else None
+    stop = first_attention(owner, sites) if depth == DEPTHS[0] else []
     with torch.no_grad(), torch.random.fork_rng(), stopping_at(stop):
         torch.manual_seed(0)
         try:
@@ -121,17 +130,15 @@ def run(model: nn.Module, sites: list[Site], depth: str) -> Tensor | None:
 
 
 @contextmanager
-def stopping_at(layer: nn.Module | None) -> Iterator[None]:
-    """Ends the forward of a model as soon as a layer has produced its output."""
-    if layer is None:
-        yield
-        return
+def stopping_at(parts: list[nn.Module]) -> Iterator[None]:
+    """Ends the forward of a model as soon as one of its parts has produced its output."""
 
     def stop(module: nn.Module, arguments: Any, output: Any) -> None:
         raise _Reached(output)
 
-    handle = layer.register_forward_hook(stop)
+    handles = [part.register_forward_hook(stop) for part in parts]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - the global generator is what libraries draw from
+    np.random.seed(0)
     torch.manual_seed(0)
 
 

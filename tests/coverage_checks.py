@@ -1,22 +1,34 @@
 """Two invariants, asked of one tiny model: `pi` is a division of positions, and `unpatch_model` gives every bit back."""
 
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_posext import patch_model, unpatch_model
+from hf_posext.lengths import trained_length
 from tests import sweep
+from tests.architectures import TRAINED_LENGTH
 from tests.snapshots import same
 
 FACTOR = 2
 TOLERANCE = 1e-5
+Measure = Callable[[Any, int], torch.Tensor]
+WAYS: Mapping[str, Measure] = {
+    "logits at given positions": lambda model, step: sweep.logits(model, step * torch.arange(sweep.LENGTH)),
+    "logits of a spread text": lambda model, step: sweep.logits(model, spread=step == FACTOR),
+}
+"""What is compared, with token i at position step * i; the second where a model makes its positions or masks itself."""
+ROTATIONS: Mapping[str, Measure] = {
+    "cos and sin": lambda model, step: sweep.rotations(model, step * torch.arange(sweep.LENGTH)),
+}
 USED_TWICE = {
     "BeamForCausalLM": "the full layers, which do not rotate, scale their queries by position",
-    "DeepseekV4ForCausalLM": "positions also bound the windows that are compressed",
+    "DeepseekV4ForCausalLM": "positions also choose which tokens are compressed together",
 }
-"""Model classes whose logits depend on positions other than through rotation, and how; their cos and sin are compared."""
+"""Model classes whose logits depend on positions by more than rotation, and how; their cos and sin are compared."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Finding:
     model_class: str
     """The class that was built."""
     compared: str
-    """What was compared, and how the model was told where its tokens stand."""
+    """In which of the ways `pi` was seen to divide positions; empty where it was not."""
     problems: tuple[str, ...]
     """Why an invariant does not hold; empty where both do."""
 
@@ -49,52 +61,36 @@ def examine(architecture: str) -> Finding | None:
         model = sweep.build(architecture)
         if not sweep.rotary_modules(model):
             return None
-        name = type(model).__name__
-        compared = how_to_compare(model)
-        return Finding(architecture, name, compared, tuple(problems_of(model, compared)))
+        compared, problems = examined(model)
+        return Finding(architecture, type(model).__name__, compared, tuple(problems))
 
 
-def how_to_compare(model: Any) -> str:
-    """Logits at given positions where the model heeds them, else of a spread text; cos and sin where both would mislead."""
-    if type(model).__name__ in USED_TWICE:
-        return "cos and sin"
-    near, far = (sweep.logits(model, factor * torch.arange(sweep.LENGTH)) for factor in (1, FACTOR))
-    return "logits, spread text" if same_to(near, far, TOLERANCE) else "logits"
-
-
-def problems_of(model: Any, compared: str) -> list[str]:
-    """Which of the two invariants do not hold, in words."""
-    problems = []
-    before, expected = picture(model), measured(model, compared, 1)
-    if same_to(expected, measured(model, compared, FACTOR), TOLERANCE):
-        problems.append("nothing depends on position in the tiny model")
+def examined(model: Any) -> tuple[str, list[str]]:
+    """The way in which `pi` was seen to divide positions, and what is wrong."""
+    ways = ROTATIONS if type(model).__name__ in USED_TWICE else WAYS
+    before = picture(model)
+    expected = {way: measure(model, 1) for way, measure in ways.items()}
+    telling = [way for way, measure in ways.items() if not close(measure(model, FACTOR), expected[way])]
+    length = {} if trained_length(model.config) else {"original_max_position_embeddings": TRAINED_LENGTH}
+    compared, problems = "", []
     try:
-        patch_model(model, "pi", factor=FACTOR, layers="all")
-        if not same_to(measured(model, compared, FACTOR), expected, TOLERANCE):
-            problems.append(f"`pi` is not a division of positions by {FACTOR} ({compared})")
+        patch_model(model, "pi", factor=FACTOR, layers="all", **length)
+        compared = next((way for way in telling if close(ways[way](model, FACTOR), expected[way])), "")
+        if not compared:
+            problems.append(f"`pi` is not a division of positions by {FACTOR}")
     except Exception as error:  # any error is a finding
-        problems.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        problems.append(sweep.one_line(error))
     unpatch_model(model)
     after = picture(model)
     changed = [name for name in {**before, **after} if not same(before.get(name), after.get(name))]
     if changed:
         problems.append(f"not restored: {', '.join(changed[:3])}")
-    return problems
+    return compared, problems
 
 
-def measured(model: Any, compared: str, factor: int) -> torch.Tensor:
-    """What is compared, with token i at position factor * i."""
-    positions = factor * torch.arange(sweep.LENGTH)
-    if compared == "cos and sin":
-        return sweep.rotations(model, positions)
-    if compared == "logits":
-        return sweep.logits(model, positions)
-    return sweep.logits(model, spread=factor == FACTOR)
-
-
-def same_to(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal up to a fraction of the largest value."""
-    return bool((one - other).abs().max() <= tolerance * other.abs().max())
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
 
 
 def picture(model: Any) -> dict[str, Any]:

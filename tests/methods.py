@@ -1,4 +1,4 @@
-"""One row per method: with which options the conformance tests run it. To add a method, add a row; no test names one."""
+"""One row per method: with which options the conformance tests run it. To add a method, add a row."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

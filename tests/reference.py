@@ -1,7 +1,8 @@
-"""The published formulae once more, from the papers, one channel at a time in double precision. Shares no code with hf_posext.
+"""The published formulae once more, from the papers, one channel at a time in double precision.
 
-Every function takes the numbers that a paper names (d rotated channels, base b, N = L trained tokens, factor s) and builds
-the frequencies from nothing, where the package changes live ones. All results are float64, [F] with F = d / 2.
+Shares no code with `hf_posext`, and goes another way: from the numbers that a paper names (d rotated channels, base b,
+L trained tokens, factor s) to new frequencies, where the package changes live ones. Results are float64, [F] with
+F = d / 2.
 """
 
 import math
@@ -39,13 +40,15 @@ def abf(d: int, new_base: float) -> Vector:
 
 
 def channel_with(turns: float, d: int, b: float, length: int) -> float:
-    """Solves r(i) = turns for i: d ln(L / (2 pi turns)) / (2 ln b). Source: YaRN, eq. 17; published code, `find_correction_dim`."""
+    """The i that has r(i) = turns: d ln(L / (2 pi turns)) / (2 ln b). Source: YaRN, eq. 17, `find_correction_dim`."""
     return d * math.log(length / (2 * math.pi * turns)) / (2 * math.log(b))
 
 
 def ramp_over_index(d: int, b: float, length: int, fast: float, slow: float, truncate: bool) -> Vector:
-    """gamma, 1 for channels that stay, linear in the channel index. Source: YaRN's published code, `find_correction_range`
-    and `linear_ramp_mask`: ends rounded outwards, kept within [0, d - 1], a ramp without width is a step of 0.001.
+    """gamma, 1 for channels that stay, linear in the channel index.
+
+    Ends are rounded outwards if wanted and kept within [0, d - 1]; a ramp without width becomes one of 0.001.
+    Source: published code of YaRN (github.com/jquesnelle/yarn), `find_correction_range` and `linear_ramp_mask`.
     """
     first, last = channel_with(fast, d, b, length), channel_with(slow, d, b, length)
     if truncate:
@@ -127,10 +130,11 @@ FORMULAE: dict[str, tuple[str, Callable[[int, float, int, float], Vector]]] = {
 
 def options(case: str, d: int, s: float) -> dict[str, object]:
     """The options under which the package must give the frequencies of `FORMULAE[case]`."""
-    return {
+    known: dict[str, dict[str, object]] = {
         "abf": {"rope_theta": NEW_BASE},
         "longrope": {"long_factor": longrope_ratios(d, s)},
         "truncated": {"truncate": True},
         "untruncated": {"truncate": False},
         "rotations": {"ramp": "rotations"},
-    }.get(case.split("-")[-1], {})
+    }
+    return known.get(case.split("-")[-1], {})

@@ -78,7 +78,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "EsmConfig": {"position_embedding_type": "rotary", "mask_token_id": 3, "pad_token_id": 0},
-    "GraniteMoeHybridConfig": {"position_embedding_type": "rope", "layer_types": ["linear_attention", "full_attention"]},
+    "GraniteMoeHybridConfig": {
+        "position_embedding_type": "rope",
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "Zamba2Config": {"use_mem_rope": True},

@@ -3,7 +3,9 @@
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +36,34 @@ def model_types() -> list[str]:
     from transformers import CONFIG_MAPPING
 
     return sorted(CONFIG_MAPPING.keys())
+
+
+def rotary_candidates() -> list[str]:
+    """The architectures that may rotate, by the source of their classes: the others need not be built to know."""
+    return [name for name in model_types() if any(map(_mentions_rotation, _possible_classes(name)))]
+
+
+def reads_text(model_type: str) -> bool:
+    """Whether the architecture as a whole takes token ids first, not pictures or sound."""
+    return any(getattr(cls, "main_input_name", "") == "input_ids" for cls in _possible_classes(model_type)[:1])
+
+
+def _possible_classes(model_type: str) -> list[Any]:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return [cls for _, cls in _candidates(model_type, CONFIG_MAPPING[model_type])]
+    except Exception:  # defaults that are refused, classes that need other packages: `build` says so by name
+        return []
+
+
+def _mentions_rotation(cls: type) -> bool:
+    return re.search(r"inv_freq|[Rr]otary|embed_positions", _source(cls.__module__)) is not None
+
+
+@cache
+def _source(module: str) -> str:
+    return inspect.getsource(sys.modules[module])
 
 
 def build(model_type: str, seed: int = 0) -> Any:
@@ -114,7 +144,8 @@ def make_loud(model: nn.Module) -> None:
 
 
 def text_inputs(model: Any, spread: bool = False) -> dict[str, Any]:
-    """Text for any architecture, with a mask that keeps gapped positions from being taken for packed documents.
+    """Text for any architecture. Its last token is masked: a mask of ones is dropped by some models, and without a mask
+    gapped positions are taken for packed documents.
 
     Args:
         model: the model that is to read it.
@@ -126,9 +157,10 @@ def text_inputs(model: Any, spread: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(FIRST_TEXT_TOKEN, vocabulary // 2), vocabulary, (2, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
+    mask[:, -1] = 0
     if spread:
         ids = ids.repeat_interleave(2, dim=1)
-        mask = torch.tensor([1, 0]).repeat(2, LENGTH)
+        mask = torch.stack([mask, torch.zeros_like(mask)], dim=2).flatten(1)
     inputs = {"input_ids": ids, "decoder_input_ids": ids, "attention_mask": mask, "use_cache": False}
     passed_on = {"attention_mask", "use_cache"} if "kwargs" in accepted else set()
     return {name: value for name, value in inputs.items() if name in {"input_ids", *accepted, *passed_on}}
@@ -136,7 +168,7 @@ def text_inputs(model: Any, spread: bool = False) -> dict[str, Any]:
 
 @torch.no_grad()
 def logits(model: Any, positions: torch.Tensor | None = None, spread: bool = False) -> torch.Tensor:
-    """What the model says to the text [B, L, V], at its own positions, at given ones [L] or at every other one."""
+    """What the model says to the text [B, L - 1, V], at its own positions, at given ones [L] or at every other one."""
     inputs = text_inputs(model, spread)
     if positions is not None:
         inputs |= {name: positions[None].expand(2, -1) for name in position_arguments(model)}
@@ -145,7 +177,7 @@ def logits(model: Any, positions: torch.Tensor | None = None, spread: bool = Fal
         output = model(**inputs)
     found = getattr(output, "logits", None)
     found = output[0] if found is None else found
-    return found[:, ::2] if spread else found
+    return found[:, : -1 - spread : 1 + spread]
 
 
 def position_arguments(model: Any) -> list[str]:
@@ -158,36 +190,25 @@ def position_arguments(model: Any) -> list[str]:
 def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules, by path, that own a rotary spectrum or table and that a text alone makes run."""
     owners = {name: module for name, module in model.named_modules() if _owns_spectrum(module)}
-    ran = {name for name, _ in _outputs(model, owners, None)}
-    return {name: owner for name, owner in owners.items() if name in ran}
-
-
-def rotations(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """All that the rotary modules give out for a text at the given positions, one after the other."""
-    tensors = [tensor for _, given in _outputs(model, rotary_modules(model), positions) for tensor in given]
-    return torch.cat([torch.view_as_real(each).flatten() if each.is_complex() else each.flatten() for each in tensors])
-
-
-def _outputs(
-    model: nn.Module, owners: dict[str, nn.Module], positions: torch.Tensor | None
-) -> list[tuple[str, list[torch.Tensor]]]:
-    """What each of some modules gives out in one forward, in the order in which they run."""
-    given: list[tuple[str, list[torch.Tensor]]] = []
-
-    def keep(name: str, output: Any) -> None:
-        parts = output if isinstance(output, tuple) else (output,)
-        given.append((name, [part for part in parts if torch.is_tensor(part)]))
-
-    hooks = [
-        owner.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
-        for name, owner in owners.items()
-    ]
+    ran: set[str] = set()
+    hooks = [owner.register_forward_hook(lambda *_, name=name: ran.add(name)) for name, owner in owners.items()]
     try:
-        logits(model, positions)
+        logits(model)
     finally:
         for hook in hooks:
             hook.remove()
-    return given
+    return {name: owner for name, owner in owners.items() if name in ran}
+
+
+@torch.no_grad()
+def rotations(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """What all rotary modules with a spectrum per layer type give out at the given positions [L], one after the other."""
+    given = []
+    for owner in rotary_modules(model).values():
+        for name, _ in owner.named_buffers(recurse=False):
+            if "original" not in name:
+                given += owner(torch.zeros(1), positions[None], name.removesuffix("_inv_freq"))
+    return torch.cat([each.flatten() for each in given])
 
 
 def _owns_spectrum(module: nn.Module) -> bool:

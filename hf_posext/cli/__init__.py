@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from itertools import pairwise
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +20,6 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # of click, whic
 app = typer.Typer(
     name="posext",
     help="Longer contexts for transformers models: inspect, patch, evaluate.",
-    no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -55,13 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 for bad input.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = " ".join(["posext", *(name for name in arguments[:1] if not name.startswith("-"))])
     try:
         return app(arguments, prog_name="posext", standalone_mode=False) or 0
     except USAGE_ERROR as error:
-        context = getattr(error, "ctx", None)
-        return refuse(error.format_message(), context.command_path if context else command)  # type: ignore[attr-defined]
+        return refuse(usage_message(error, arguments), command)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()
         return 0
@@ -70,6 +69,15 @@ def main(arguments: list[str] | None = None) -> int:
         return refuse(str(error), command)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+
+
+def usage_message(error: Any, arguments: list[str]) -> str:
+    """What is wrong with the words of a command line, with the value where an option could not read its own."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    names = getattr(getattr(error, "param", None), "opts", [])
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    values = [value for name, value in pairwise(words) if name in names]
+    return f"{message}, got {values[-1]!r}." if values else f"{message}."
 
 
 def refuse(message: str, command: str) -> int:

@@ -200,6 +200,7 @@ def _add_bars(
         report.records[bar] = None
         if bar == "none":
             report.measurements += _measurements(settings, bar, plan, scores)
+            report.curve += _curve(bar, plan, scores) if settings.protocol == "full" else []
         else:
             report.measurements += [
                 _measurement(bar, length, plan[given], scores[given]) for length, given in truncated.items()
@@ -257,5 +258,5 @@ def _curve(arm: str, plan: Plan, scores: Scores) -> list[dict[str, Any]]:
 def _bucket_edges(longest: int) -> list[tuple[int, int]]:
     """First and last position, inclusive, of buckets that together cover 1 to `longest`, each once."""
     steps = range(BUCKETS_PER_OCTAVE * longest.bit_length())
-    starts = sorted({start for step in steps if (start := int(2 ** (step / BUCKETS_PER_OCTAVE))) <= longest})
+    starts = sorted({start for step in steps if (start := round(2 ** (step / BUCKETS_PER_OCTAVE))) <= longest})
     return [(first, after - 1) for first, after in zip(starts, [*starts[1:], longest + 1], strict=True)]

@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from hf_posext.errors import unknown
 from hf_posext.evaluation.protocols import BARS
@@ -165,45 +163,20 @@ class PerplexityReport(Report):
         return figure
 
     def table(self) -> RenderableType:
-        """Arms x context lengths, each cell the perplexity over its interval; below it the notes."""
-        lengths = self.protocol["context_lengths"]
-        cells = {(row["arm"], row["context_length"]): row for row in self.rows}
-        title = f"perplexity ({self.targets_text})"
-        table = Table(title=title, caption=self.caption, caption_justify="left", show_footer=True)
-        table.add_column("arm", footer="tokens")
-        for length in lengths:
-            tokens = max((row["tokens"] for row in self.rows if row["context_length"] == length), default=0)
-            table.add_column(f"{length}", footer=f"{tokens:,}", justify="right")
-        for arm in self.arms:
-            table.add_row(arm, *(_cell(cells.get((arm, length))) for length in lengths))
-        return Group(table, *(Text(f"note: {note}") for note in self.notes))
+        """Arms x context lengths, each cell the perplexity over its interval; below it what was measured and the notes."""
+        from hf_posext.evaluation.perplexity_table import perplexity_table
+
+        return perplexity_table(self)
 
     @property
     def targets_text(self) -> str:
         """Which tokens are scored, in words."""
-        name = self.protocol["protocol"]
         return {
             "tail": f"last {self.protocol['targets']} tokens",
             "full": "one pass per document",
             "sliding": f"sliding windows, stride {self.protocol['stride']}",
             "disjoint": "disjoint windows",
-        }[name]
-
-    @property
-    def caption(self) -> str:
-        """Protocol, documents, BOS and what each arm is, in a few short lines."""
-        documents = max((len(measurement.documents) for measurement in self.measurements), default=0)
-        left_out = f" ({len(self.skipped)} too short)" if self.skipped else ""
-        lines = [
-            f"protocol {self.protocol['protocol']}, {documents} documents{left_out}, bos {self.protocol['bos']}; "
-            "in brackets 95 % over documents"
-        ]
-        if self.trained_length is not None:
-            lines.append(f"trained length {self.trained_length} tokens")
-        for arm, record in self.records.items():
-            if record is not None:
-                lines.append(f"{arm}: {_record_text(record)}")
-        return "\n".join(lines)
+        }[self.protocol["protocol"]]
 
     @property
     def _bootstrap(self) -> dict[str, int]:
@@ -262,25 +235,3 @@ def _check_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 def _end(value: float) -> float | None:
     """An end of an interval, None where there is none."""
     return None if math.isnan(value) else value
-
-
-def _cell(row: Mapping[str, Any] | None) -> str:
-    """Perplexity and interval as the two lines of a table cell."""
-    if row is None:
-        return "-"
-    if row["low"] is None:
-        return _number(row["perplexity"])
-    return f"{_number(row['perplexity'])}\n[{_number(row['low'])}, {_number(row['high'])}]"
-
-
-def _number(value: float) -> str:
-    """Two decimals, none for thousands, an exponent for what is only large."""
-    if not math.isfinite(value) or value >= 1e6:
-        return f"{value:.1e}"
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _record_text(record: Mapping[str, Any]) -> str:
-    """A patch record in one line."""
-    known = [f"{name.replace('_', ' ')} {record[name]}" for name in ("factor", "trained_length") if name in record]
-    return ", ".join([f"method {record.get('method', '?')}", *known])

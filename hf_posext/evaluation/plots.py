@@ -18,6 +18,8 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 BAR_COLOURS = {"truncate": "#7f7f7f", "none": "#000000"}
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".pdf")
+MOST_BANDS = 3  # with more arms their bands cover one another, and error bars side by side are drawn instead
+DODGE = 0.03  # octaves between neighbouring arms then
 
 
 def plot_perplexity(report: PerplexityReport) -> Figure:
@@ -26,20 +28,15 @@ def plot_perplexity(report: PerplexityReport) -> Figure:
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    drawn = 0
-    for arm in report.arms:
+    methods = [arm for arm in report.arms if _bar_of(arm) is None]
+    for position, arm in enumerate(report.arms):
         rows = [row for row in report.rows if row["arm"] == arm]
-        base = arm.partition(" (")[0]
-        style: dict[str, Any] = {
-            "color": PALETTE[drawn % len(PALETTE)],
-            "marker": MARKERS[drawn % len(MARKERS)],
-            "zorder": 3,
-        }
-        if base in BAR_COLOURS:
-            style = {"color": BAR_COLOURS[base], "linestyle": "--", "marker": ".", "zorder": 2}
-        else:
-            drawn += 1
-        _draw_arm(axes, rows, arm, style)
+        style = _style(arm, methods.index(arm) if arm in methods else 0)
+        crowded = len(report.arms) > MOST_BANDS
+        shift = 2 ** ((position - (len(report.arms) - 1) / 2) * DODGE) if crowded else 1.0
+        places = [row["context_length"] * shift for row in rows]
+        axes.plot(places, [row["perplexity"] for row in rows], label=arm, linewidth=1.8, markersize=5, **style)
+        _draw_intervals(axes, places, rows, style["color"], band=not crowded)
     if report.trained_length is not None:
         axes.axvline(report.trained_length, color="#999999", linewidth=1, linestyle=":", zorder=1)
         axes.annotate(
@@ -73,18 +70,37 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         figure.savefig(path, dpi=160, metadata=metadata)
 
 
-def _draw_arm(axes: Axes, rows: list[dict[str, Any]], arm: str, style: dict[str, Any]) -> None:
-    """One line and its band."""
-    lengths = [row["context_length"] for row in rows]
-    axes.plot(lengths, [row["perplexity"] for row in rows], label=arm, linewidth=1.8, markersize=5, **style)
-    if all(row["low"] is not None for row in rows):
-        lows, highs = ([row[end] for row in rows] for end in ("low", "high"))
-        axes.fill_between(lengths, lows, highs, color=style["color"], alpha=0.15, linewidth=0, zorder=1)
+def _bar_of(arm: str) -> str | None:
+    """The bar that an arm is, also where it was renamed to `truncate (arm)`; None for a method."""
+    name = arm.partition(" (")[0]
+    return name if name in BAR_COLOURS else None
+
+
+def _style(arm: str, index: int) -> dict[str, Any]:
+    """Colour, marker and order of a line: bars dashed and behind, the methods told apart by colour and by marker."""
+    bar = _bar_of(arm)
+    if bar is not None:
+        return {"color": BAR_COLOURS[bar], "linestyle": "--", "marker": ".", "zorder": 2}
+    return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)], "zorder": 3}
+
+
+def _draw_intervals(axes: Axes, places: list[float], rows: list[dict[str, Any]], colour: str, *, band: bool) -> None:
+    """The 95 % intervals, as a band or as thin vertical lines; nothing where there are none."""
+    known = [
+        (place, row["low"], row["high"]) for place, row in zip(places, rows, strict=True) if row["low"] is not None
+    ]
+    if not known:
+        return
+    where, lows, highs = zip(*known, strict=True)
+    if band:
+        axes.fill_between(where, lows, highs, color=colour, alpha=0.15, linewidth=0, zorder=1)
+    else:
+        axes.vlines(where, lows, highs, colors=colour, linewidth=1, alpha=0.5, zorder=1)
 
 
 def _label_axes(axes: Axes, report: PerplexityReport) -> None:
     """Scales, ticks at the measured lengths, axis titles with units."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     lengths = report.protocol["context_lengths"]
     axes.set_xscale("log", base=2)
@@ -100,7 +116,7 @@ def _label_axes(axes: Axes, report: PerplexityReport) -> None:
         else LogLocator(subs=(1, 2, 5) if decades < 3 else (1,))
     )
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(
         f"perplexity of the {report.targets_text}"
         if report.protocol["targets"]

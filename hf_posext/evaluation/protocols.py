@@ -102,7 +102,7 @@ class Settings:
                 raise ValueError(unknown("bar", bar, BARS))
         if "truncate" in self.bars and self.protocol != "tail":
             raise ValueError(
-                "The bar `truncate` has a meaning for the protocol `tail` only, where all lengths have the same targets; "
+                "The bar `truncate` has a meaning for the protocol `tail` only (all lengths have the same targets); "
                 f"got `{self.protocol}`. Use protocol='tail', or bars=['none']."
             )
         return list(dict.fromkeys(self.bars))

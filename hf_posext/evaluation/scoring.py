@@ -1,9 +1,9 @@
 """Scores windows with a causal model: one NLL per target, in fp32, with the head applied to a few rows at a time.
 
 The logits of a long sequence are by far the largest tensor of an evaluation (32k tokens x 128k words: 17 GB in fp32),
-and only those at scored positions are needed. So the model's own `forward` runs once per batch up to the hidden states, and
-its head then sees `chunk` rows of them at a time. It is the model's own code that turns them into logits: soft caps,
-logit scales and biases of the head are all kept.
+and only those at scored positions are needed. So the model's own `forward` runs once per batch up to the hidden states,
+and its head then sees `chunk` rows of them at a time. It is the model's own code that turns them into logits: soft
+caps, logit scales and biases of the head are all kept.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def attention_modules(model: nn.Module, sites: list[Site]) -> list[nn.Module]:
         module = scoped.module
         if scoped.is_text and isinstance(getattr(module, SCALING, None), float) and hasattr(module, "layer_idx"):
             kinds = getattr(scoped.config, "layer_types", None) or []
-            index = int(module.layer_idx)  # type: ignore[arg-type]
-            kind = kinds[index] if index < len(kinds) else ""
+            index = module.layer_idx  # None in encoders that keep no cache
+            kind = kinds[index] if index is not None and index < len(kinds) else ""  # type: ignore[index, operator]
             if "" in labels or kind in labels:
                 found.append(module)
     return found

@@ -140,7 +140,8 @@ class RotaryHolder:
             for name, value in module.__dict__.items()
             if is_scaling_state(name)
         }
-        self.buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers(recurse=False)}
+        # not `named_buffers`: after a long input one tensor may stand under two names, and it would give only the first
+        self.buffers = {name: buffer.detach().clone() for name, buffer in module._buffers.items() if buffer is not None}
 
     def rewrite(self, module: nn.Module) -> None:
         """Writes the kept frequencies as float32."""

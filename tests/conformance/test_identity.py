@@ -44,4 +44,8 @@ def test_factor_1_with_a_temperature_on_the_logits_changes_no_bit() -> None:
 def test_factor_1_is_recorded_as_a_patch() -> None:
     model = patch_row(tiny_model("llama"), "llama", "yarn", factor=1)
     record = record_of(model)
-    assert (record.native, record.total_factor, model.config.rope_parameters["rope_type"]) == ("unchanged", 1, "default")
+    assert (record.native, record.total_factor, model.config.rope_parameters["rope_type"]) == (
+        "unchanged",
+        1,
+        "default",
+    )

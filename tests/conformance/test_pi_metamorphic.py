@@ -1,12 +1,13 @@
 """Invariant 2: under `pi` a model sees position s p as it saw p before."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from hf_posext import patch_model
-from tests import shrink
+from tests import special_models
 from tests.architectures import ARCHITECTURE, ARCHITECTURES, tiny_model
 from tests.snapshots import logits_of
 
@@ -56,10 +57,10 @@ def test_row_s_p_of_a_roformer_table_is_row_p(factor: int) -> None:
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("model_type", ["esm", "codegen"])
-def test_rotary_module_turns_s_p_as_p(model_type: str, factor: int) -> None:
+@pytest.mark.parametrize("make", [special_models.esm, special_models.codegen], ids=["esm", "codegen"])
+def test_rotary_module_turns_s_p_as_p(make: Callable[[], Any], factor: int) -> None:
     """ESM makes its positions from the mask, CodeGen looks them up in a table."""
-    model = shrink.build(model_type)
+    model = make()
     before = turned(model, 1)
     patch_model(model, "pi", factor)
     torch.testing.assert_close(turned(model, factor), before, rtol=0, atol=5e-6)

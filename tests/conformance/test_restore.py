@@ -1,14 +1,16 @@
 """Invariant 3: unpatching gives back every bit, whatever happened in between."""
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from hf_posext import NoSiteError, patch_model, patched, record_of, suspended, unpatch_model
-from tests import shrink
+from hf_posext import NoSiteError, PatchError, patch_model, patched, probe, record_of, suspended, unpatch_model
+from tests import special_models
 from tests.architectures import tiny_model
 from tests.methods import pairs, patch_row
 from tests.snapshots import differences, logits_of, snapshot
@@ -47,9 +49,9 @@ def test_unpatch_gives_back_a_module_that_changes_itself_with_length(architectur
     assert differences(before, snapshot(model, 48)) == []
 
 
-@pytest.mark.parametrize("model_type", ["esm", "codegen", "phimoe", "smollm3", "falcon"])
-def test_unpatch_gives_back_every_bit_of_a_special_case(model_type: str) -> None:
-    model = shrink.build(model_type)
+@pytest.mark.parametrize("make", special_models.ROTARY.values(), ids=special_models.ROTARY)
+def test_unpatch_gives_back_every_bit_of_a_special_case(make: Callable[[], Any]) -> None:
+    model = make()
     before = snapshot(model)
     unpatch_model(patch_model(model, "pi", 2))
     assert differences(before, snapshot(model)) == []
@@ -143,11 +145,27 @@ def test_a_patch_that_is_refused_leaves_every_bit(method: str, arguments: dict[s
 
 
 def test_a_refused_model_keeps_every_bit() -> None:
-    model = shrink.build("gpt2")
+    model = special_models.gpt2()
     before = snapshot(model)
     with pytest.raises(NoSiteError):
         patch_model(model, "pi", 2)
     assert differences(before, snapshot(model)) == []
+
+
+def test_a_second_patch_that_has_no_effect_leaves_the_first_with_all_that_it_gives_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokenizer = tiny_model("llama"), SimpleNamespace(model_max_length=32)
+    unpatched = snapshot(model)
+    patch_model(model, "pi", 2, tokenizer=tokenizer)
+    before = snapshot(model)
+    monkeypatch.setattr(probe, "check_effect", Mock(side_effect=[PatchError("refused here"), None]))
+    with pytest.raises(PatchError, match="refused here"):
+        patch_model(model, "yarn", 2, compose=True)
+    assert differences(before, snapshot(model)) == []
+    unpatch_model(model)
+    assert differences(unpatched, snapshot(model)) == []
+    assert tokenizer.model_max_length == 32
 
 
 def test_a_failed_second_patch_leaves_the_first_in_force() -> None:

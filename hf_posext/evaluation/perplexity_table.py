@@ -1,0 +1,84 @@
+"""How a perplexity report prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hf_posext.evaluation.protocols import BARS
+
+if TYPE_CHECKING:
+    from hf_posext.evaluation.perplexity_report import PerplexityReport
+
+
+def perplexity_table(report: PerplexityReport) -> RenderableType:
+    """Arms x context lengths, each cell the perplexity over its interval; below it what was measured, and the notes."""
+    lengths = report.protocol["context_lengths"]
+    cells = {(row["arm"], row["context_length"]): row for row in report.rows}
+    table = Table(show_footer=True)
+    table.add_column("arm", footer="tokens")
+    for length in lengths:
+        tokens = max((row["tokens"] for row in report.rows if row["context_length"] == length), default=0)
+        table.add_column(str(length), footer=f"{tokens:,}", justify="right")
+    for arm in report.arms:
+        table.add_row(arm, *(_cell(cells.get((arm, length))) for length in lengths))
+    title = Text(f"Perplexity ({report.targets_text}) by context length in tokens", style="bold")
+    notes = (Text(f"note: {note}") for note in report.notes)
+    return Group(title, table, *(Text(line, style="dim") for line in _caption(report)), *notes)
+
+
+def _caption(report: PerplexityReport) -> list[str]:
+    """What was measured, what each arm is, and how the methods stand against the bar on the same tokens."""
+    documents = max((len(measurement.documents) for measurement in report.measurements), default=0)
+    left_out = f" ({len(report.skipped)} too short)" if report.skipped else ""
+    known = [] if report.trained_length is None else [f"trained length {report.trained_length} tokens"]
+    about = [
+        f"protocol {report.protocol['protocol']}",
+        f"{documents} document{'' if documents == 1 else 's'}{left_out}",
+        f"bos {report.protocol['bos']}",
+        *known,
+        "in brackets 95 % over documents",
+    ]
+    records = [f"{arm}: {_record_text(record)}" for arm, record in report.records.items() if record is not None]
+    return [", ".join(about), *records, *_against_truncate(report)]
+
+
+def _against_truncate(report: PerplexityReport) -> list[str]:
+    """The paired difference of each method to `truncate` at the longest context: intervals of a table do not say it."""
+    if "truncate" not in report.arms:
+        return []
+    longest = report.protocol["context_lengths"][-1]
+    lines = []
+    for arm in (arm for arm in report.arms if arm.partition(" (")[0] not in BARS):
+        found = report.difference(arm, "truncate", longest)
+        if found["low"] is not None:
+            ends = f"[{found['low']:+.3f}, {found['high']:+.3f}]"
+            lines.append(f"{arm} - truncate at {longest}: {found['difference']:+.3f} nats per token {ends}, paired")
+    return lines
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    """Perplexity and interval as the two lines of a table cell."""
+    if row is None:
+        return "-"
+    if row["low"] is None:
+        return _number(row["perplexity"])
+    return f"{_number(row['perplexity'])}\n[{_number(row['low'])}, {_number(row['high'])}]"
+
+
+def _number(value: float) -> str:
+    """Two decimals, none for thousands, an exponent for what is only large."""
+    if not math.isfinite(value) or value >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _record_text(record: Mapping[str, Any]) -> str:
+    """A patch record in one line."""
+    known = [f"{name.replace('_', ' ')} {record[name]}" for name in ("factor", "trained_length") if name in record]
+    return ", ".join([f"method {record.get('method', '?')}", *known])

@@ -1,0 +1,326 @@
+"""Invariant 9: what people do to models after patching them keeps the patch right."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounter
+
+from hf_posext import inspect_model, patch_model, record_of, unpatch_model
+from tests.architectures import tiny_config, tiny_inputs, tiny_model
+from tests.methods import patch_row
+from tests.snapshots import differences, logits_of, snapshot
+
+KINDS = ("llama", "gemma3", "gpt_neox", "gptj", "roformer", "llama_longrope", "deepseek_v3")
+"""One row for each way in which a position encoding is kept."""
+BUFFERS = ("llama", "gemma3", "gpt_neox", "llama_longrope", "qwen2_vl")
+
+
+def through_pickle(model: Any) -> Any:
+    """A copy by way of `pickle`."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model: Any) -> Any:
+    """A copy by way of `torch.save` of the whole model."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def exact_frequencies(architecture: str, method: str = "yarn") -> dict[str, torch.Tensor]:
+    """Frequency buffers of a patched row that nothing was done to."""
+    return frequencies(patch_row(tiny_model(architecture), architecture, method))
+
+
+def frequencies(model: Any) -> dict[str, torch.Tensor]:
+    """The live frequency buffers of the text part."""
+    names = [site.site for site in inspect_model(model).sites]
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name and name.rsplit(".", 1)[0] in str(names)
+    }
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_copy_is_the_same_patched_model(architecture: str, duplicate: Callable[[Any], Any]) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn")
+    before = snapshot(model)
+    assert differences(before, snapshot(duplicate(model))) == []
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_pickled_copy_can_be_unpatched(architecture: str) -> None:
+    model = tiny_model(architecture)
+    before = snapshot(model)
+    copied = through_pickle(patch_row(model, architecture, "yarn"))
+    assert differences(before, snapshot(unpatch_model(copied))) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("architecture", BUFFERS)
+def test_frequencies_are_exact_float32_after_a_cast(architecture: str, dtype: torch.dtype) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn").to(dtype)
+    expected = exact_frequencies(architecture)
+    assert [name for name, value in frequencies(model).items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("architecture", ["gptj", "roformer"])
+def test_a_table_is_rounded_once_however_often_it_is_cast(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "pi")
+    before = snapshot(model)
+    model.to(torch.bfloat16).to(torch.float16).float()
+    after = snapshot(model)
+    table = [name for name in before.tensors if name.endswith(("embed_positions", "embed_positions.weight"))]
+    assert table
+    assert [name for name in table if not torch.equal(before.tensors[name], after.tensors[name])] == []
+
+
+@pytest.mark.parametrize("architecture", BUFFERS)
+def test_a_model_that_was_cast_before_the_patch_has_exact_frequencies(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture).to(torch.bfloat16), architecture, "yarn")
+    expected = exact_frequencies(architecture)
+    assert [name for name, value in frequencies(model).items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox"])
+def test_a_patched_bfloat16_model_runs_in_bfloat16(architecture: str) -> None:
+    assert logits_of(patch_row(tiny_model(architecture), architecture, "yarn").bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "deepseek_v3"])
+def test_angles_hold_where_mixed_precision_casts_buffer_data(architecture: str) -> None:
+    """FSDP and others assign `buffer.data`; the angle at position 4095 must still be that of float64."""
+    model = patch_row(tiny_model(architecture), architecture, "pi", 128)
+    theta = {name: value.double() for name, value in exact_frequencies(architecture, "pi").items()}
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(torch.bfloat16)
+    (module,) = [each for each in model.modules() if "RotaryEmbedding" in type(each).__name__]
+    cosine, sine = module(torch.zeros(1, 1, 1), torch.tensor([[4095]]))
+    (old,) = theta.values()
+    angle = 4095 * old * 2 / 128  # the row above was patched by 2
+    live = torch.atan2(sine.double(), cosine.double()).flatten()[:: 1 if cosine.shape[-1] == len(old) else 1][
+        : len(old)
+    ]
+    error = (live - angle + torch.pi).remainder(2 * torch.pi) - torch.pi
+    assert error.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox", "qwen2_vl", "gptj", "llama_longrope"])
+def test_a_patched_model_on_meta_is_filled_by_to_empty_and_a_state_dict(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn")
+    expected, state = logits_of(model), {name: value.clone() for name, value in model.state_dict().items()}
+    model.to("meta")
+    model.to_empty(device="cpu")
+    refill(model, state, tiny_model(architecture))
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox", "llama_longrope"])
+def test_a_model_that_is_patched_on_meta_is_right_after_to_empty(architecture: str) -> None:
+    exact = patch_row(tiny_model(architecture), architecture, "yarn")
+    with torch.device("meta"):
+        model = type(exact)(tiny_config(architecture)).eval()
+    patch_row(model, architecture, "yarn")
+    model.to_empty(device="cpu")
+    refill(model, exact.state_dict(), tiny_model(architecture))
+    torch.testing.assert_close(logits_of(model), logits_of(exact), rtol=0, atol=0)
+
+
+def refill(model: Any, state: dict[str, torch.Tensor], origin: Any) -> None:
+    """Loads weights, and the buffers that are in no state dict and are not frequencies, as transformers does."""
+    model.load_state_dict(state)
+    held = set(model.state_dict())
+    for name, value in origin.named_buffers():
+        if name not in held and "inv_freq" not in name and model.get_buffer(name).shape == value.shape:
+            model.get_buffer(name).copy_(value)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox", "gptj"])
+def test_wrapping_by_peft_before_or_after_the_patch_is_the_same(architecture: str) -> None:
+    after = wrapped(patch_row(tiny_model(architecture), architecture, "yarn"))
+    before = patch_row(wrapped(tiny_model(architecture)), architecture, "yarn")
+    assert record_of(after) == record_of(before)
+    assert torch.equal(logits_of(after), logits_of(before))
+
+
+def wrapped(model: Any) -> Any:
+    """The model under an adapter that is not the identity."""
+    adapter = LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
+    torch.manual_seed(0)
+    return get_peft_model(model, adapter).eval()
+
+
+def test_unpatching_through_the_peft_wrapper_gives_back_every_bit() -> None:
+    model = wrapped(tiny_model("llama"))
+    before = snapshot(model)
+    unpatch_model(patch_model(model, "yarn", 2))
+    assert differences(before, snapshot(model)) == []
+
+
+def test_merging_an_adapter_keeps_the_patch() -> None:
+    model = wrapped(patch_model(tiny_model("llama"), "yarn", 2))
+    expected = logits_of(model)
+    merged = model.merge_and_unload()
+    assert record_of(merged).method == "yarn"
+    torch.testing.assert_close(logits_of(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox"])
+def test_gradients_are_those_without_checkpointing(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn").train()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = gradients(model)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.allclose(expected[name], found[name], rtol=1e-5, atol=1e-6)] == []
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of all weights for the same tokens."""
+    model.zero_grad()
+    tokens = tiny_inputs()["input_ids"]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", BUFFERS)
+def test_weight_initialisation_keeps_the_frequencies(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn")
+    expected = exact_frequencies(architecture)
+    model.init_weights()
+    for module in model.modules():
+        model._init_weights(module)
+    logits_of(model)
+    assert [name for name, value in frequencies(model).items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("architecture", ["gptj", "roformer"])
+def test_weight_initialisation_keeps_the_table(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "pi")
+    before = snapshot(model).tensors
+    model.init_weights()
+    for module in model.modules():
+        model._init_weights(module)
+    logits_of(model)
+    after = snapshot(model).tensors
+    table = [name for name in before if name.endswith(("embed_positions", "embed_positions.weight"))]
+    assert table
+    assert [name for name in table if not torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox", "llama_longrope", "deepseek_v3", "llama_yarn"])
+def test_a_patched_model_compiles_as_one_graph(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn")
+    expected, counter = logits_of(model), CompileCounter()
+    with fresh_compiler(), torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        found = compiled(**tiny_inputs(), use_cache=False).logits
+    assert counter.frame_count == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """No graphs of earlier tests, none left to later ones."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def test_a_compiled_graph_does_not_outlive_the_patch() -> None:
+    model = tiny_model("llama")
+    before = logits_of(model)
+    with fresh_compiler(), torch.no_grad():
+        compiled = torch.compile(model, backend="eager")
+        compiled(**tiny_inputs(), use_cache=False)
+        patch_model(model, "pi", 2)
+        stretched = compiled(**tiny_inputs(), use_cache=False).logits
+        torch.testing.assert_close(stretched, logits_of(model), rtol=1e-4, atol=1e-4)
+        unpatch_model(model)
+        torch.testing.assert_close(compiled(**tiny_inputs(), use_cache=False).logits, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_patching_under_a_half_precision_default_dtype_gives_exact_frequencies(architecture: str) -> None:
+    expected = snapshot(patch_row(tiny_model(architecture), architecture, "yarn"))
+    model = tiny_model(architecture)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        patch_row(model, architecture, "yarn")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert differences(expected, snapshot(model)) == []
+
+
+@pytest.mark.parametrize("order", ["hook first", "patch first"])
+def test_accelerate_hooks_and_patches_do_not_disturb_each_other(order: str) -> None:
+    model = tiny_model("llama")
+    expected = logits_of(patch_model(tiny_model("llama"), "yarn", 2))
+    unpatched = logits_of(model)
+    rotary, hook = model.model.rotary_emb, AlignDevicesHook(execution_device="cpu", io_same_device=True)
+    if order == "hook first":
+        add_hook_to_module(rotary, hook)
+        patch_model(model, "yarn", 2)
+    else:
+        patch_model(model, "yarn", 2)
+        add_hook_to_module(rotary, hook)
+    assert torch.equal(logits_of(model), expected)
+    unpatch_model(model)
+    assert torch.equal(logits_of(model), unpatched)
+    assert rotary._hf_hook is hook
+    remove_hook_from_module(rotary)
+    assert torch.equal(logits_of(model), unpatched)
+
+
+def test_a_hook_on_every_module_survives() -> None:
+    model = tiny_model("gemma3")
+    for module in model.modules():
+        add_hook_to_module(module, ModelHook())
+    expected = logits_of(model)
+    unpatch_model(patch_model(model, "yarn", 2))
+    assert torch.equal(logits_of(model), expected)
+    assert [name for name, module in model.named_modules() if not hasattr(module, "_hf_hook")] == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_stale_frequency_keys_of_old_checkpoints_do_no_harm(architecture: str) -> None:
+    model = patch_row(tiny_model(architecture), architecture, "yarn")
+    expected, state = logits_of(model), model.state_dict()
+    stale = {f"{name}.self_attn.rotary_emb.inv_freq": torch.ones(8) for name in ("model.layers.0", "model.layers.1")}
+    outcome = model.load_state_dict({**state, **stale}, strict=False)
+    assert (outcome.missing_keys, sorted(outcome.unexpected_keys)) == ([], sorted(stale))
+    assert torch.equal(logits_of(model), expected)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_loading_a_state_dict_keeps_the_patch(architecture: str) -> None:
+    """The weights are those of the patched model itself; an unpatched table of another size is refused by torch."""
+    model = patch_row(tiny_model(architecture), architecture, "yarn")
+    before = snapshot(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert differences(before, snapshot(model)) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "llama_longrope", "llama_dynamic", "gpt_neox", "gptj"])
+def test_buffers_keep_names_and_shapes_whatever_the_length(architecture: str) -> None:
+    """State that grows with the input is what breaks sharded and captured forwards; 64 tokens are 2 N or N of these."""
+    model = patch_row(tiny_model(architecture), architecture, "pi")
+    shapes = {name: buffer.shape for name, buffer in model.named_buffers()}
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for length in (8, 32, 64):
+        logits_of(model, length)
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == shapes
+    assert [name for name, buffer in model.named_buffers() if not torch.equal(buffer, values[name])] == []
