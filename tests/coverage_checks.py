@@ -1,4 +1,4 @@
-"""Two invariants, asked of one tiny model: `pi` is a division of positions, and `unpatch_model` gives every bit back."""
+"""Two invariants of one tiny model: `pi` is a division of positions, and `unpatch_model` gives every bit back."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -71,7 +71,9 @@ def examined(model: Any) -> tuple[str, list[str]]:
     before = picture(model)
     expected = {way: measure(model, 1) for way, measure in ways.items()}
     telling = [way for way, measure in ways.items() if not close(measure(model, FACTOR), expected[way])]
-    length = {} if trained_length(model.config) else {"original_max_position_embeddings": TRAINED_LENGTH}
+    length: dict[str, Any] = (
+        {} if trained_length(model.config) else {"original_max_position_embeddings": TRAINED_LENGTH}
+    )
     compared, problems = "", []
     try:
         patch_model(model, "pi", factor=FACTOR, layers="all", **length)

@@ -1,4 +1,4 @@
-"""Every rotary architecture that the installed transformers can make, as a tiny random model that runs on text alone."""
+"""Every rotary architecture that the installed transformers can make, as a tiny random model that runs on text."""
 
 import copy
 import inspect
@@ -28,7 +28,7 @@ HEADS_IN_ORDER = (
 
 
 class CannotBuildError(RuntimeError):
-    """No tiny model of an architecture can be made here, or it does not run on text alone; the message is the reason."""
+    """No tiny model of an architecture can be made here that runs on text alone; the message is the reason."""
 
 
 def model_types() -> list[str]:
@@ -44,8 +44,8 @@ def rotary_candidates() -> list[str]:
 
 
 def reads_text(model_type: str) -> bool:
-    """Whether the architecture as a whole takes token ids first, not pictures or sound."""
-    return any(getattr(cls, "main_input_name", "") == "input_ids" for cls in _possible_classes(model_type)[:1])
+    """Whether the architecture as a whole takes token ids, not pictures or sound alone."""
+    return any("input_ids" in inspect.signature(cls.forward).parameters for cls in _possible_classes(model_type)[:1])
 
 
 def _possible_classes(model_type: str) -> list[Any]:
@@ -58,7 +58,7 @@ def _possible_classes(model_type: str) -> list[Any]:
 
 
 def _mentions_rotation(cls: type) -> bool:
-    return re.search(r"inv_freq|[Rr]otary|embed_positions", _source(cls.__module__)) is not None
+    return re.search(r"inv_freq|[Rr]otary", _source(cls.__module__)) is not None
 
 
 @cache
@@ -133,7 +133,7 @@ def _random_model(cls: Any, config: Any, seed: int) -> Any:
 
 @torch.no_grad()
 def make_loud(model: nn.Module) -> None:
-    """Scales up what an architecture initialises to nearly nothing, whatever its settings say; else positions do not show."""
+    """Scales up what an architecture initialises to nearly nothing: through that no position would show."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or not parameter.is_floating_point():
             continue
@@ -202,7 +202,7 @@ def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def rotations(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """What all rotary modules with a spectrum per layer type give out at the given positions [L], one after the other."""
+    """What all rotary modules with a spectrum per layer type give out at positions [L], one after the other."""
     given = []
     for owner in rotary_modules(model).values():
         for name, _ in owner.named_buffers(recurse=False):

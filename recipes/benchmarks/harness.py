@@ -1,4 +1,4 @@
-"""Compares alternatives in one process: A B A B rounds, medians, fixed threads; results as JSON with the environment."""
+"""Compares alternatives in one process: A B A B rounds, medians, fixed threads; JSON with the environment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def arguments(description: str) -> argparse.Namespace:
 def report(name: str, rows: list[dict[str, Any]], out: Path | None) -> None:
     """Prints the rows and writes them with the environment."""
     for row in rows:
-        print("  ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()))
+        print(
+            "  ".join(
+                f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()
+            )
+        )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"benchmark": name, "environment": environment(), "rows": rows}, indent=2) + "\n")

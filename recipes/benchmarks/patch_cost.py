@@ -68,7 +68,9 @@ def measure(model: torch.nn.Module, method: str, rounds: int = 7) -> dict[str, A
 
 def import_seconds() -> float:
     """Median seconds of `import hf_posext` in fresh processes that have torch and transformers already."""
-    runs = [subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True) for _ in range(3)]
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True) for _ in range(3)
+    ]
     return statistics.median(float(run.stdout) for run in runs)
 
 

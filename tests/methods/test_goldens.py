@@ -128,8 +128,8 @@ def test_frequencies_equal_those_of_transformers(case: str, d: int, base: float,
     options = reference.options(NATIVE[case], d, factor)
     change = apply(name, SOURCES[source](d, base), base, LENGTH, factor, **options)
     inv_freq, attention_scaling = by_transformers(case, d, base, LENGTH, factor)
-    # The largest difference, 9.6e-7 for the untruncated ramp at factor 16, is float32's: transformers takes gamma as
-    # 1 - (1 - x) with a rounding error of 6e-8, which counts (s - 1) times in the channel where gamma is nearly 0.
+    # The largest difference, 9.6e-7 for the untruncated ramp at factor 16, is float32's: transformers rounds the ramp
+    # (index - low) / (high - low) by up to 6e-8 near 1, and where gamma is nearly 0 that counts s - 1 times.
     np.testing.assert_allclose(change.inv_freq, inv_freq, rtol=1e-6, atol=0)
     assert change.attention_scaling == pytest.approx(attention_scaling, rel=1e-12, abs=0)
 
