@@ -11,6 +11,14 @@ from hf_posext.errors import unknown
 LAYERS = ("full", "all")
 
 
+def as_float(value: Real) -> float:
+    """The number as float, infinite where it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def check_factor(factor: object) -> float:
     """A finite number >= 1 as float.
 
@@ -20,10 +28,11 @@ def check_factor(factor: object) -> float:
     """
     if isinstance(factor, bool) or not isinstance(factor, Real):
         raise TypeError(f"`factor` must be a finite number >= 1, got {factor!r} of type {type(factor).__name__}.")
-    if not math.isfinite(factor) or factor < 1:
-        hint = " To shorten a context lower `max_position_embeddings` instead." if factor < 1 else ""
+    number = as_float(factor)
+    if not math.isfinite(number) or number < 1:
+        hint = " To shorten a context lower `max_position_embeddings` instead." if number < 1 else ""
         raise ValueError(f"`factor` must be a finite number >= 1, got {factor!r}.{hint}")
-    return float(factor)
+    return number
 
 
 def check_length(name: str, value: object) -> int:
@@ -86,6 +95,7 @@ def check_positive(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"`{name}` must be a finite number > 0, got {value!r} of type {type(value).__name__}.")
-    if not math.isfinite(value) or value <= 0:
+    number = as_float(value)
+    if not math.isfinite(number) or number <= 0:
         raise ValueError(f"`{name}` must be a finite number > 0, got {value!r}.")
-    return float(value)
+    return number

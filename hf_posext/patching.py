@@ -40,6 +40,7 @@ def patch_model(
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
+    dynamic: bool = False,
     layers: str = "full",
     tokenizer: Any = None,
     compose: bool = False,
@@ -53,6 +54,7 @@ def patch_model(
         factor: s = T / N, a finite number >= 1, relative to the model as given; 1 changes no bit of any output.
         target_length: T in tokens, in place of `factor`.
         original_max_position_embeddings: N in tokens, where the config does not say it or says it wrong.
+        dynamic: a factor that follows the length of the text; only False, a fixed factor, is supported.
         layers: "full" leaves the layers with a sliding window alone, "all" stretches both kinds.
         tokenizer: its `model_max_length` is raised to T.
         compose: patch on top of a patch; without it a patched model is refused.
@@ -66,6 +68,11 @@ def patch_model(
         NoSiteError: the model has no place where the method has a meaning.
         PatchError: the model cannot be patched safely. In every case it is left exactly as it was.
     """
+    if dynamic is not False:
+        raise ValueError(
+            f"`dynamic` must be False, got {dynamic!r}: this version patches with one factor for every length. "
+            "Patch for the longest text, and call `unpatch_model` (or use `suspended`) for short ones."
+        )
     ensure_adopted(model)
     earlier = record_of(model)
     plan = make_plan(model, method, factor, target_length, original_max_position_embeddings, layers, options)

@@ -17,6 +17,11 @@ def per_channel(factor: Factor) -> Tensor:
     return torch.as_tensor(factor, dtype=torch.float64).unsqueeze(-1)
 
 
+def rank(spectrum: Spectrum) -> Tensor:
+    """Place of each channel from the fastest to the slowest, [F] float64; modules need not keep them in this order."""
+    return spectrum.inv_freq.argsort(descending=True, stable=True).argsort().double()
+
+
 def rotations(spectrum: Spectrum) -> Tensor:
     """Full turns that each channel makes within the trained length: r = N theta / 2 pi, [F].
 
@@ -35,7 +40,7 @@ def crossing(spectrum: Spectrum, turns: float) -> float:
     live = spectrum.inv_freq[spectrum.inv_freq > 0]
     if live.numel() < 2:
         raise ValueError(f"A ramp needs at least two rotating channels, this spectrum has {live.numel()}. Use `pi`.")
-    heights = live.log().flip(0)  # ascending, so that searchsorted applies
+    heights = live.log().sort().values
     height = math.log(2 * math.pi * turns / spectrum.trained_length)
     above = int(torch.searchsorted(heights, height).clamp(1, live.numel() - 1))
     low, high = float(heights[above - 1]), float(heights[above])
@@ -51,11 +56,12 @@ def index_ramp(spectrum: Spectrum, beta_fast: float, beta_slow: float, truncate:
     low, high = crossing(spectrum, beta_fast), crossing(spectrum, beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spectrum.rotated_width - 1)
+    bounds = max(low, 0), min(high, spectrum.rotated_width - 1)
+    if bounds[0] <= bounds[1]:  # else the whole ramp lies beside the spectrum, and clamping would turn it round
+        low, high = bounds
     if low == high:
         high += 0.001  # as published: a ramp of no width becomes a step
-    index = torch.arange(spectrum.inv_freq.numel(), dtype=torch.float64)
-    return 1 - ((index - low) / (high - low)).clamp(0, 1)
+    return 1 - ((rank(spectrum) - low) / (high - low)).clamp(0, 1)
 
 
 def rotation_ramp(spectrum: Spectrum, beta_fast: float, beta_slow: float) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from hf_posext.arguments import check_positive
 from hf_posext.contract import RotaryChange, Spectrum
-from hf_posext.methods._wavelengths import Factor
+from hf_posext.methods._wavelengths import Factor, rank
 from hf_posext.methods.registry import method
 
 abf = method(
@@ -29,5 +27,5 @@ def rotary(spectrum: Spectrum, factor: Factor, *, rope_theta: float) -> RotaryCh
     Source: Xiong et al. 2023 (arXiv 2309.16039), sec. 4.1.
     """
     ratio = spectrum.base / check_positive("rope_theta", rope_theta)
-    steps = torch.arange(spectrum.inv_freq.numel(), dtype=torch.float64) / spectrum.inv_freq.numel()
+    steps = rank(spectrum) / spectrum.inv_freq.numel()
     return RotaryChange(spectrum.inv_freq * ratio**steps, spectrum.attention_scaling)

@@ -69,6 +69,8 @@ def check_list(name: str, values: Sequence[float], length: int) -> Tensor:
     Raises:
         ValueError: wrong length (the message gives F = R / 2) or a value that is not a finite number > 0.
     """
+    if isinstance(values, str) or not hasattr(values, "__len__"):
+        raise TypeError(f"`{name}` must be a list of {length} numbers > 0, got {values!r}.")
     if len(values) != length:
         raise ValueError(
             f"`{name}` must have {length} values, half of the {2 * length} channels that rotate, got {len(values)}."

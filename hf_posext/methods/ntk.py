@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_posext.contract import RotaryChange, Spectrum
-from hf_posext.methods._wavelengths import Factor, per_channel
+from hf_posext.methods._wavelengths import Factor, per_channel, rank
 from hf_posext.methods.registry import method
 
 ntk = method(
@@ -28,7 +28,8 @@ def rotary(spectrum: Spectrum, factor: Factor) -> RotaryChange:
 
     Source: YaRN (arXiv 2309.00071), eq. 16, b' = b s^(d/(d-2)).
     """
-    if spectrum.rotated_width <= 2:
-        raise ValueError(f"`ntk` needs at least 4 rotated channels, this model has {spectrum.rotated_width}. Use `pi`.")
-    steps = torch.arange(spectrum.inv_freq.numel(), dtype=torch.float64) / (spectrum.inv_freq.numel() - 1)
+    turning = int(torch.count_nonzero(spectrum.inv_freq))
+    if turning < 2:
+        raise ValueError(f"`ntk` needs at least 4 rotated channels, this model has {2 * turning}. Use `pi`.")
+    steps = rank(spectrum) / (turning - 1)
     return RotaryChange(spectrum.inv_freq * per_channel(factor) ** -steps, spectrum.attention_scaling)

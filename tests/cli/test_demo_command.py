@@ -1,0 +1,128 @@
+"""`posext demo`: one set of targets for every number, and sentences that follow the numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_posext
+from hf_posext.cli import demo
+from hf_posext.cli.demo import METHODS, Scope, Story, measure, read, verdict
+from hf_posext.demo import load_demo
+from hf_posext.evaluation.perplexity_report import Measurement
+
+TINY = Scope(factors=(1, 2), documents=2, endpoints=2, targets=32)
+
+
+@pytest.fixture(scope="module")
+def story() -> Story:
+    """Two documents, 256 and 512 tokens."""
+    model, tokenizer, documents = load_demo("llama")
+    return measure(model, tokenizer, documents, 256, TINY)
+
+
+def row_of(rows: list[dict[str, Any]], arm: str, context_length: int) -> dict[str, Any]:
+    """The row of one arm at one length."""
+    (row,) = [row for row in rows if (row["arm"], row["context_length"]) == (arm, context_length)]
+    return row
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_is_measured_on_the_targets_of_the_bars(story: Story, method: str) -> None:
+    """One call of `perplexity` at both lengths chooses the targets; the demo has a call for each length."""
+    model, tokenizer, documents = load_demo("llama")
+    hf_posext.patch_model(model, method, 2)
+    report = hf_posext.perplexity(
+        model, tokenizer, documents[:2], context_lengths=[256, 512], endpoints_per_document=2, targets=32
+    )
+    assert row_of(story.gain.rows, method, 512) == row_of(report.rows, method, 512)
+    assert row_of(story.price.rows, method, 256) == row_of(report.rows, method, 256)
+    assert row_of(story.gain.rows, "truncate", 512) == row_of(report.rows, "truncate", 512)
+
+
+@pytest.mark.parametrize("arm", ["truncate", *METHODS])
+def test_at_the_trained_length_every_arm_is_the_unpatched_model(story: Story, arm: str) -> None:
+    unpatched = row_of(story.gain.rows, "none", 256)
+    assert row_of(story.gain.rows, arm, 256) == {**unpatched, "arm": arm}
+    assert row_of(story.price.rows, "none", 256) == unpatched
+
+
+def test_the_records_say_the_factor_of_each_length(story: Story) -> None:
+    record = story.gain.records["yarn"]
+    assert record is not None
+    assert {length: step["factor"] for length, step in record["by_context_length"].items()} == {256: 1.0, 512: 2.0}
+
+
+def test_the_model_is_unpatched_afterwards() -> None:
+    model, tokenizer, documents = load_demo("llama")
+    measure(model, tokenizer, documents, 256, replace(TINY, documents=1, endpoints=1))
+    assert hf_posext.inspect_model(model).record is None
+
+
+def invented(story: Story, **nll: float) -> Story:
+    """A story with the given mean NLL of an arm at 512 tokens, in both documents alike."""
+
+    def changed(measurement: Measurement) -> Measurement:
+        if measurement.context_length == 512 and measurement.arm in nll:
+            return replace(measurement, nll=tuple(nll[measurement.arm] * tokens for tokens in measurement.tokens))
+        return measurement
+
+    return replace(story, gain=replace(story.gain, measurements=[changed(each) for each in story.gain.measurements]))
+
+
+def test_sentences_follow_the_numbers(story: Story) -> None:
+    good = read(invented(story, none=5.0, truncate=3.0, pi=2.0, ntk=4.0, ntk_by_parts=4.0, yarn=4.0))
+    assert "clearly worse (+2.000 nats per token" in good[0]
+    assert "`pi` is the best with 7.4, against 148.4 unpatched and 20.1 truncated" in good[1]
+    assert "clearly better (-1.000 nats per token" in good[1]
+    bad = read(invented(story, none=2.0, truncate=3.0, pi=4.0, ntk=3.5, ntk_by_parts=4.0, yarn=4.0))
+    assert "clearly better (-1.000" in bad[0]
+    assert "`ntk` is the best" in bad[1]
+    assert "clearly worse (+0.500" in bad[1]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [(-0.2, -0.1, "clearly better"), (0.1, 0.2, "clearly worse"), (-0.1, 0.1, "not clearly different")],
+)
+def test_clearly_means_that_the_interval_leaves_out_zero(low: float, high: float, word: str) -> None:
+    assert verdict({"difference": (low + high) / 2, "low": low, "high": high}).startswith(f"{word} (")
+
+
+def test_one_document_gives_no_clearly() -> None:
+    assert verdict({"difference": -0.5, "low": None, "high": None}) == (
+        "better by 0.500 nats per token, on one document only"
+    )
+
+
+def test_quick_twice_gives_the_same_document_and_files(
+    posext: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "QUICK", TINY)
+    words = ["demo", "--quick", "--threads", "1", "--out", tmp_path, "--json"]
+    first, plot = posext(*words), (tmp_path / "plot.png").read_bytes()
+    second = posext(*words)
+    assert first.code == 0
+    assert first.out == second.out
+    assert plot.startswith(b"\x89PNG")
+    assert plot == (tmp_path / "plot.png").read_bytes()
+    assert {"rows", "protocol", "inspect", "short_text", "reading", "files"} <= set(first.data)
+    assert {row["arm"] for row in first.data["rows"]} == {"none", "truncate", *METHODS}
+    saved = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert saved == {name: value for name, value in first.data.items() if name != "files"}
+
+
+def test_the_table_is_on_stdout_and_the_time_on_stderr(
+    posext: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "QUICK", replace(TINY, documents=1, endpoints=1))
+    monkeypatch.chdir(tmp_path)
+    outcome = posext("demo", "--quick")
+    assert "trained for 256 tokens, not patched" in outcome.out
+    assert "ntk_by_parts" in outcome.out
+    assert "- Unpatched: " in outcome.out
+    assert "saved posext_demo/plot.png" in outcome.out
+    assert outcome.err.startswith("took ")
+    assert len(outcome.err.splitlines()) == 1

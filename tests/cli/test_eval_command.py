@@ -1,0 +1,96 @@
+"""`posext eval`: the numbers of `perplexity`, from files, as a table, as JSON and as a plot."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_posext
+from hf_posext.demo import held_out_documents, load_demo
+
+ROW_KEYS = ["arm", "context_length", "nll", "perplexity", "low", "high", "tokens", "documents", "skipped"]
+TEXTS = [text[:4000] for text in held_out_documents()[:2]]
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    """Two short documents, one per line."""
+    path = tmp_path / "books.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        lines.write("".join(json.dumps({"body": text}) + "\n" for text in TEXTS) + "\n")
+    return path
+
+
+def test_the_rows_are_those_of_perplexity(posext: Any, books: Path) -> None:
+    words = ["--context-lengths", "256,512", "--method", "pi", "--factor", "2", "--bars", "truncate,none"]
+    outcome = posext("eval", "demo:llama", "--text", books, "--text-column", "body", *words, "--json")
+    assert outcome.code == 0
+    assert outcome.err == ""
+    model, tokenizer, _ = load_demo("llama")
+    hf_posext.patch_model(model, "pi", 2)
+    report = hf_posext.perplexity(model, tokenizer, TEXTS, context_lengths=[256, 512], bars=["truncate", "none"])
+    assert [list(row) for row in outcome.data["rows"]] == [ROW_KEYS] * 6
+    assert outcome.data["rows"] == report.rows
+    assert outcome.data["record"]["method"] == "pi"
+
+
+def test_the_demo_text_is_read_without_a_file(posext: Any) -> None:
+    words = ["--context-lengths", "128", "--documents", "3", "--endpoints", "1", "--batch-size", "2", "--json"]
+    (row, _) = posext("eval", "demo:llama", *words).data["rows"]
+    assert (row["arm"], row["documents"], row["tokens"]) == ("none", 3, 3 * 128)
+
+
+def test_each_txt_file_is_one_document(posext: Any, tmp_path: Path) -> None:
+    files = [tmp_path / f"{index}.txt" for index in range(2)]
+    files[0].write_text(TEXTS[0], encoding="utf-8")
+    files[1].write_text(TEXTS[1], encoding="utf-8")
+    words = ["--context-lengths", "128", "--protocol", "disjoint", "--json"]
+    (row,) = posext("eval", "demo:llama", "--text", files[0], "--text", files[1], *words).data["rows"]
+    tokenizer = load_demo("llama")[1]
+    assert row["documents"] == 2
+    assert row["tokens"] == sum(
+        len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in TEXTS
+    )
+
+
+def test_stride_reaches_the_sliding_protocol(posext: Any, books: Path) -> None:
+    words = ["--text", books, "--text-column", "body", "--context-lengths", "128", "--protocol", "sliding"]
+    assert posext("eval", "demo:llama", *words, "--stride", "64", "--json").data["protocol"]["stride"] == 64
+
+
+def test_out_gets_the_report_and_the_plot(posext: Any, books: Path, tmp_path: Path) -> None:
+    words = ["--text", books, "--text-column", "body", "--context-lengths", "128,256", "--out", tmp_path / "a" / "b"]
+    outcome = posext("eval", "demo:llama", *words)
+    assert "truncate" in outcome.out
+    assert f"saved {tmp_path / 'a' / 'b' / 'plot.png'}" in outcome.out
+    report = json.loads((tmp_path / "a" / "b" / "report.json").read_text(encoding="utf-8"))
+    assert [row["arm"] for row in report["rows"]] == ["none", "none", "truncate", "truncate"]
+    assert (tmp_path / "a" / "b" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2"),
+        ("a.jsonl", "[1]\n", "line 1 is a list"),
+        ("a.jsonl", '{"body": "x"}\n', "'text'"),
+        ("a.csv", "text\nx\n", "a.csv"),
+        ("a.txt", "", "0"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(posext: Any, tmp_path: Path, name: str, content: str, named: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    outcome = posext("eval", "demo:llama", "--context-lengths", "256", "--text", path)
+    assert outcome.code == 2
+    assert named in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_text_needs_a_tokenizer(posext: Any, tmp_path: Path, books: Path) -> None:
+    load_demo("llama")[0].save_pretrained(tmp_path / "bare")
+    outcome = posext("eval", tmp_path / "bare", "--context-lengths", "256", "--text", books)
+    assert outcome.code == 2
+    assert "has no tokenizer" in outcome.err

@@ -1,0 +1,69 @@
+"""`posext inspect` and `posext methods`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architectures import tiny_model
+
+POSITION_KEYS = {
+    "model",
+    "trained_length",
+    "usable_length",
+    "record",
+    "in_force",
+    "sites",
+    "left_alone",
+    "notes",
+}
+
+
+def test_inspect_gives_the_report_as_json(posext: Any) -> None:
+    outcome = posext("inspect", "demo:llama", "--json")
+    assert outcome.code == 0
+    assert set(outcome.data) == POSITION_KEYS
+    assert outcome.data["trained_length"] == 256
+    assert [site["site"] for site in outcome.data["sites"]] == ["model.rotary_emb"]
+
+
+def test_inspect_prints_a_table(posext: Any) -> None:
+    out = posext("inspect", "demo:llama").out
+    assert "trained for 256 tokens, not patched" in out
+    assert "model.rotary_emb" in out
+
+
+def test_inspect_shows_the_layer_type_of_a_site(posext: Any, tmp_path: Path) -> None:
+    """`[full_attention]` is a name, and must not be taken for markup of the terminal."""
+    tiny_model("gemma3").save_pretrained(tmp_path)
+    assert "model.rotary_emb[full_attention]" in posext("inspect", tmp_path).out
+
+
+def test_inspect_keeps_the_class_that_a_checkpoint_was_saved_from(posext: Any, tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    model = tiny_model("llama")
+    LlamaForSequenceClassification(model.config).save_pretrained(tmp_path)
+    assert posext("inspect", tmp_path, "--json").data["model"] == "LlamaForSequenceClassification"
+
+
+def test_methods_lists_options_with_defaults_and_those_required(posext: Any) -> None:
+    methods = {method["name"]: method for method in posext("methods", "--json").data["methods"]}
+    assert {"pi", "ntk", "ntk_by_parts", "yarn", "llama3", "longrope", "abf"} <= set(methods)
+    assert methods["yarn"]["options"]["beta_fast"] == 32.0
+    assert methods["abf"]["required"] == ["rope_theta"]
+    assert set(methods["pi"]) == {"name", "aliases", "mechanisms", "summary", "paper", "options", "required"}
+
+
+@pytest.mark.parametrize("name", ["pi", "yarn", "abf"])
+def test_methods_prints_names_and_papers(posext: Any, name: str) -> None:
+    out = posext("methods").out
+    assert f" {name} " in out
+    assert "2309.00071" in out
+
+
+def test_methods_of_a_model_are_those_for_its_mechanisms(posext: Any) -> None:
+    data = posext("methods", "demo:llama", "--json").data
+    assert data["model"] == "demo:llama"
+    assert data["methods"]
+    assert all("rotary" in method["mechanisms"] for method in data["methods"])
