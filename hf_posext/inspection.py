@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -86,7 +87,7 @@ class PositionReport(Report):
             longest = "inf" if site.longest_wavelength is None else f"{site.longest_wavelength:.4g}"
             table.add_row(
                 site.mechanism,
-                f"{site.site}\n{site.module}",
+                escape(f"{site.site}\n{site.module}"),
                 f"{site.base:g}",
                 str(site.rotated_width),
                 f"{site.shortest_wavelength:.4g} to {longest}",
@@ -95,7 +96,7 @@ class PositionReport(Report):
             )
         lines = [f"note: {note}" for note in self.notes]
         if self.left_alone:
-            lines.append(f"left alone: {', '.join(self.left_alone)}")
+            lines.append(escape(f"left alone: {', '.join(self.left_alone)}"))
         return Group(table, *lines)
 
     def summary(self) -> str:

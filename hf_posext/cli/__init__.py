@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 0, or 2 for bad input.
     """
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    command = " ".join(["posext", *(name for name in arguments[:1] if not name.startswith("-"))])
+    known = [registered.name for registered in app.registered_commands]
+    command = " ".join(["posext", *(name for name in arguments[:1] if name in known)])
     try:
         return app(arguments, prog_name="posext", standalone_mode=False) or 0
     except USAGE_ERROR as error:
@@ -77,7 +78,7 @@ def usage_message(error: Any, arguments: list[str]) -> str:
     names = getattr(getattr(error, "param", None), "opts", [])
     words = [word for argument in arguments for word in argument.split("=", 1)]
     values = [value for name, value in pairwise(words) if name in names]
-    return f"{message}, got {values[-1]!r}." if values else f"{message}."
+    return f"{message}, got {values[-1]!r}." if values else message
 
 
 def refuse(message: str, command: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,7 +141,9 @@ def quiet() -> Iterator[None]:
     for set_level, _ in logs:
         set_level(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers; no news for a user
+            yield
     finally:
         if loading:
             host.enable_progress_bar()

@@ -72,6 +72,7 @@ def test_a_model_without_tokenizer_is_saved_and_that_is_said(posext: Any, tmp_pa
     assert "without a tokenizer, since none was found" in outcome.out
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks transformers
 def test_an_adapter_is_saved_with_its_record(posext: Any, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
