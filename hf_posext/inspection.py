@@ -82,7 +82,7 @@ class PositionReport(Report):
         """Sites, notes and what was left alone."""
         table = Table(title=f"{self.model}: {self.summary()}", title_justify="left")
         for heading in ("mechanism", "site", "base", "rotated", "wavelengths (tokens)", "no full turn in N", "patched"):
-            table.add_column(heading)
+            table.add_column(heading, overflow="fold")
         for site in self.sites:
             longest = "inf" if site.longest_wavelength is None else f"{site.longest_wavelength:.4g}"
             table.add_row(

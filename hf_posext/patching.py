@@ -224,12 +224,12 @@ def export(
 
 def remove(model: nn.Module) -> None:
     """Gives sites, softmax scaling and config fields back what they were; nothing to do on an unpatched model."""
+    state = mechanisms.root_model(model).__dict__.pop(STATE, None)
+    if state is not None:
+        state.configs.give_back()  # first, since a module that was patched on meta is restored from its config
     for site in mechanisms.find_sites(model):
         mechanisms.restore(site)
     logits.restore(model)
-    state = mechanisms.root_model(model).__dict__.pop(STATE, None)
-    if state is not None:
-        state.configs.give_back()
 
 
 def replay(model: nn.Module, record: PatchRecord, tokenizers: Iterable[tuple[Any, Any]] = ()) -> None:

@@ -116,7 +116,7 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
         "use_cache": False,
     }
     stop = first_attention(owner, sites) if depth == DEPTHS[0] else []
-    with torch.no_grad(), torch.random.fork_rng(), stopping_at(stop):
+    with torch.no_grad(), torch.random.fork_rng(), unmoved(sites), stopping_at(stop):
         torch.manual_seed(0)
         try:
             output = owner(**{name: value for name, value in inputs.items() if name in accepted})
@@ -127,6 +127,23 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
             return None
     first = output if torch.is_tensor(output) else output[0]
     return first if torch.is_tensor(first) else None
+
+
+@contextmanager
+def unmoved(sites: list[Site]) -> Iterator[None]:
+    """Takes back what rotary modules write into themselves as they run: some types swap frequencies with the length."""
+    modules = {id(site.module): site.module for site in sites if keeper_of(site) is rotary}.values()
+    kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
+    values = [(buffer, buffer.clone()) for _, _, buffers in kept for buffer in buffers.values() if buffer is not None]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
 
 
 @contextmanager

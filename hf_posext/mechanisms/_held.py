@@ -75,9 +75,10 @@ def make_held_class(base: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(base.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not self._posext.is_intact(self):
-                self._posext.rewrite(self)
-            return super().forward(*args, **kwargs)
+            holder = holder_of(self)  # None where a hook has kept this method beyond the patch
+            if holder is not None and not holder.is_intact(self):
+                holder.rewrite(self)
+            return base.forward(self, *args, **kwargs)
 
         def _apply(self, fn: Any, recurse: bool = True) -> Any:
             super()._apply(fn, recurse)

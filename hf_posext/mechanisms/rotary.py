@@ -80,7 +80,8 @@ def read(site: Site, trained_length: int) -> Spectrum:
             live = exact
     inv_freq = live.detach().cpu().double()
     if kind == "longrope":  # a static stretch replaces the list used beyond N, not the one for short text
-        inv_freq = inv_freq * torch.tensor(block["short_factor"]).double() / torch.tensor(block["long_factor"]).double()
+        short, long = (torch.tensor(block[name], dtype=torch.float64) for name in ("short_factor", "long_factor"))
+        inv_freq = inv_freq * short / long
     return Spectrum(inv_freq, scaling, trained_length, base_of(config, block, inv_freq))
 
 
@@ -107,7 +108,7 @@ def turns_as(module: nn.Module, label: str, change: RotaryChange, positions: Seq
     ids = torch.tensor([positions], device=next(module.buffers()).device)
     named = {"layer_type": label} if label and "layer_type" in parameters else {}
     try:
-        outputs = module(torch.zeros(1, len(positions), 1, device=ids.device), ids, **named)
+        outputs = module(torch.zeros(1, len(positions), 1, device=ids.device, dtype=torch.float32), ids, **named)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         return None
     tensors = [tensor for tensor in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(tensor)]
@@ -142,11 +143,24 @@ class RotaryHolder:
         }
         # not `named_buffers`: after a long input one tensor may stand under two names, and it would give only the first
         self.buffers = {name: buffer.detach().clone() for name, buffer in module._buffers.items() if buffer is not None}
+        self.on_meta: set[str] = set()
 
     def rewrite(self, module: nn.Module) -> None:
-        """Writes the kept frequencies as float32."""
+        """Writes the kept frequencies as float32; other buffers only if they have just come from meta, without values."""
         for field, inv_freq in self.inv_freq.items():
             write_buffer(module, field, inv_freq, torch.float32)
+        on_meta = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for name in self.on_meta - on_meta - self.inv_freq.keys():
+            module._buffers[name] = self.original(module, name).to(module._buffers[name].device)  # type: ignore[union-attr]
+        self.on_meta = on_meta
+
+    def original(self, module: nn.Module, name: str) -> Tensor:
+        """What a buffer was before the patch; what the class makes of its config where it had no values."""
+        value = self.buffers[name]
+        if not value.is_meta:
+            return value
+        with torch.device("cpu"):
+            return getattr(self.original_class(module.config), name)
 
     def is_intact(self, module: nn.Module) -> bool:
         """Whether all kept buffers are float32 still."""
@@ -186,12 +200,9 @@ def restore(site: Site) -> None:
     for name in [n for n in module.__dict__ if n.endswith("long_inv_freq") and n not in holder.attributes]:
         del module.__dict__[name]
     module.__dict__.update(holder.attributes)
-    fresh = rebuild(site, module_config(site)) if any(value.is_meta for value in holder.buffers.values()) else None
     for name, value in holder.buffers.items():
-        present = module._buffers[name]
-        if value.is_meta and not present.is_meta:  # type: ignore[union-attr]
-            value = getattr(fresh, name)
-        module._buffers[name] = value.to(present.device)  # type: ignore[union-attr]
+        device = module._buffers[name].device  # type: ignore[union-attr]
+        module._buffers[name] = value if device.type == "meta" else holder.original(module, name).to(device)
 
 
 def reset(site: Site) -> None:

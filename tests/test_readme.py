@@ -1,0 +1,55 @@
+"""README says what is true: its table of methods is the registry, its Python runs, its commands are those of CI."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_posext.methods import REGISTRY
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def method_rows() -> dict[str, tuple[str, ...]]:
+    """Method name -> aliases, from the first column of the table of methods."""
+    table = README.split("## Methods")[1].split("\n\n- ")[0]
+    rows = re.findall(r"^\| `(\w+)`(?: \(([^)]*)\))? \|", table, flags=re.MULTILINE)
+    return {name: tuple(re.findall(r"`(\w+)`", aliases)) for name, aliases in rows}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_table_lists_every_method_with_its_aliases():
+    assert method_rows() == {method.name: method.aliases for method in REGISTRY.values()}
+
+
+@pytest.mark.parametrize("name", list(REGISTRY))
+def test_the_table_lists_every_option(name):
+    row = next(line for line in README.splitlines() if line.startswith(f"| `{name}`"))
+    inherited = {"yarn": "ntk_by_parts"}.get(name)
+    text = row + next((line for line in README.splitlines() if line.startswith(f"| `{inherited}`")), "")
+    assert [option for option in REGISTRY[name].options("rotary") if f"`{option}`" not in text] == []
+
+
+def test_the_first_python_block_runs(capsys):
+    namespace: dict = {}
+    exec(blocks("python")[0], namespace)
+    assert "perplexity" in capsys.readouterr().out
+    assert not hasattr(namespace["model"].config, "posext")
+
+
+def test_the_set_up_is_exactly_two_commands_and_ci_runs_the_second():
+    commands = [line for block in blocks("bash")[:2] for line in block.strip().splitlines()]
+    assert commands == [
+        "pip install -c constraints.txt -e . && posext demo --quick",
+        'pip install -c constraints.txt -e ".[test]" && pytest',
+    ]
+    assert 'pip install --quiet -c constraints.txt -e ".[test]"\npytest' in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_links_lead_to_files(target):
+    assert (ROOT / target).exists()
