@@ -11,19 +11,39 @@ from transformers.utils import logging
 
 
 def text_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configs of the text parts of a model: the config itself, or the sub-configs for text.
+    """The configs of the text parts of a model, to any depth: an encoder-decoder has two, a plain decoder its own.
 
-    An encoder-decoder has two. A composite config (text with vision or audio) is not among its own text parts.
+    A config that is its own text part may still have parts under other names (a model of bytes and patches); these count
+    unless their name says that they see or hear.
     """
-    found: list[PreTrainedConfig] = []
+    found, pending = [config], [config]
+    while pending:
+        part = pending.pop()
+        news = [each for each in text_parts(part) if all(each is not known for known in found)]
+        found.extend(news)
+        pending.extend(news)
+    if found == [config]:
+        return [config, *(each for name, each in vars(config).items() if is_text_part(name, each))]
+    return found[1:] + found[:1]  # the parts first: the whole knows no lengths
+
+
+def text_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The sub-configs that transformers calls text, for either side of an encoder-decoder; none where it is flat."""
+    parts = []
     for side in ({}, {"encoder": True}, {"decoder": True}):
         try:
             part = config.get_text_config(**side)
         except ValueError:  # several candidates and none asked for
             continue
-        if all(part is not other for other in found):
-            found.append(part)
-    return found or [config]
+        if any(part is value for value in vars(config).values()):  # else itself, or a copy made for the caller
+            parts.append(part)
+    return parts
+
+
+def is_text_part(name: str, value: object) -> bool:
+    """Whether a field holds a config and its name does not say that the part sees or hears."""
+    sensory = ("vision", "image", "video", "audio", "speech")
+    return isinstance(value, PreTrainedConfig) and not any(word in name for word in sensory)
 
 
 def rope_block(config: PreTrainedConfig, label: str) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ LENGTH_FIELDS = (
     "seq_length",
     "n_ctx",
     "max_trained_positions",
+    "model_max_length",
 )
 # Types whose `factor` says that the model reads `factor` times `original_max_position_embeddings`.
 STATIC_TYPES = ("yarn", "longrope", "llama3")

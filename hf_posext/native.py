@@ -96,7 +96,7 @@ def reloaded(config: PreTrainedConfig, rope_parameters: Block) -> PreTrainedConf
     try:
         with quiet():
             return type(config).from_dict({**config.to_dict(), "rope_parameters": copy.deepcopy(rope_parameters)})
-    except (KeyError, TypeError, ValueError, StrictDataclassError):
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
         return None
 
 
@@ -126,7 +126,10 @@ def candidates(old: Block, site: Site, spectrum: Spectrum, change: RotaryChange,
     """Blocks that may say the change, the plainest first; the caller keeps the first that is right."""
     kept = {key: value for key, value in old.items() if key not in SCALING_KEYS}
     total, original = float(stretch.total_factor), stretch.original_length
-    ratios = unscaled(site, kept) / change.inv_freq
+    bare = unscaled(site, kept)
+    if bare.shape != change.inv_freq.shape:
+        return  # the module's width is not what its config says
+    ratios = bare / change.inv_freq
     own_temperature = {key: old[key] for key in ("mscale", "mscale_all_dim") if old.get("mscale_all_dim")}
     if not own_temperature:
         base, uniform = rotary.implied_base(change.inv_freq), float(ratios[0])

@@ -207,11 +207,15 @@ def export(trainer: Trainer, out: Path, directory: Path) -> None:
     if checkpoint is None:
         raise FileNotFoundError(f"No checkpoint in {out}: train first, without `--export`.")
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model.config.use_cache = True  # training switched it off
     model.save_pretrained(directory)
     trainer.processing_class.save_pretrained(directory)
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
     log = [{key: entry[key] for key in entry if key in LOGGED} for entry in state["log_history"]]
-    (directory / "training_log.json").write_text(json.dumps([entry for entry in log if len(entry) > 1], indent=0))
+    (directory / "training_log.json").write_text(
+        json.dumps([entry for entry in log if len(entry) > 1], indent=0) + "\n"
+    )
+    (directory / "model.safetensors").chmod(0o644)  # it is written for its owner alone
 
 
 LOGGED = ("step", "loss", "eval_prose_loss", "eval_prose_accuracy", "eval_copy_accuracy")

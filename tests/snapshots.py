@@ -18,7 +18,7 @@ TENSOR_STORES = ("_parameters", "_buffers", "_modules")
 class Snapshot:
     """Everything of a model that a user or transformers can see."""
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     tensors: dict[str, torch.Tensor]
     """Parameters and buffers, persistent or not, by path."""
     state_dict: dict[str, torch.Tensor]
@@ -35,8 +35,8 @@ def logits_of(model: nn.Module, length: int = 16, **inputs: Any) -> torch.Tensor
 
 
 def snapshot(model: nn.Module, length: int = 16) -> Snapshot:
-    """The picture of a model after one forward of `length` tokens, since some modules keep state in their forward."""
-    logits = logits_of(model, length)
+    """The picture of a model after one forward of `length` tokens (0: none, since some modules keep state in it)."""
+    logits = logits_of(model, length) if length else None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Snapshot(
         logits=logits,

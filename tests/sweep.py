@@ -4,6 +4,7 @@ import copy
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -93,7 +94,7 @@ def build(model_type: str, seed: int = 0) -> Any:
 
 def one_line(error: Exception) -> str:
     """What an error says, short enough for a table."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
 
 
 def _candidates(model_type: str, config_class: Any) -> Iterator[tuple[Any, Any]]:

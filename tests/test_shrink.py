@@ -1,4 +1,4 @@
-"""The tiny models of the tests are what the tests take them for: small, of every kind of layer, sensitive to position."""
+"""The tiny models of the tests are what they are taken for: small, of every kind of layer, sensitive to position."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from transformers import CONFIG_MAPPING
 from tests import sweep
 from tests.architectures import ARCHITECTURES, Architecture, tiny_inputs, tiny_model
 from tests.shrink import sections, shrunken
+
+foreign_advice = pytest.mark.transformers_logs("a default configuration of an encoder is built with a causal head")
 
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.id)
@@ -54,11 +56,13 @@ def test_a_composite_is_built_with_its_tower_and_rotates_in_its_text_part() -> N
     assert list(sweep.rotary_modules(model)) == ["model.language_model.rotary_emb"]
 
 
+@foreign_advice
 @pytest.mark.parametrize("name", ["llama", "esm", "roformer", "codegen"])
 def test_each_form_of_rotary_module_is_seen(name: str) -> None:
     assert sweep.rotary_modules(sweep.build(name))
 
 
+@foreign_advice
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bloom", "marian"])
 def test_other_encodings_are_not_taken_for_rotary(name: str) -> None:
     assert not sweep.rotary_modules(sweep.build(name))

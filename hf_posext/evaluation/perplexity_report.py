@@ -163,7 +163,7 @@ class PerplexityReport(Report):
         return figure
 
     def table(self) -> RenderableType:
-        """Arms x context lengths, each cell the perplexity over its interval; below it what was measured and the notes."""
+        """Arms x context lengths, each cell the perplexity over its interval; below it what was measured, and notes."""
         from hf_posext.evaluation.perplexity_table import perplexity_table
 
         return perplexity_table(self)

@@ -110,11 +110,10 @@ def _label_axes(axes: Axes, report: PerplexityReport) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     decades = math.log10(high / low)
-    axes.yaxis.set_major_locator(
-        MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
-        if decades < 0.5
-        else LogLocator(subs=(1, 2, 5) if decades < 3 else (1,))
-    )
+    if decades < 1:  # less than a decade has hardly a tick at 1, 2 and 5
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(

@@ -102,8 +102,10 @@ def implied_base(inv_freq: Tensor) -> float:
 def turns_as(module: nn.Module, label: str, change: RotaryChange, positions: Sequence[int]) -> bool | None:
     """Whether the module's cos and sin at some positions are those of a change; None where its output cannot be read.
 
-    Layouts differ (halves, pairs, one of each, complex numbers, an axis of sections in front), values do not.
+    Layouts differ (halves, pairs, one of each, sections, another order, complex numbers), the values do not.
     """
+    if any(True for _ in module.parameters(recurse=False)):
+        return None  # learned numbers of its own have a part in how it turns
     parameters = inspect.signature(module.forward).parameters
     ids = torch.tensor([positions], device=next(module.buffers()).device)
     named = {"layer_type": label} if label and "layer_type" in parameters else {}
@@ -112,16 +114,24 @@ def turns_as(module: nn.Module, label: str, change: RotaryChange, positions: Seq
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         return None
     tensors = [tensor for tensor in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(tensor)]
-    angles = torch.tensor(positions, dtype=torch.float64)[:, None] * change.inv_freq
-    cosine = angles.cos() * float(change.attention_scaling)
-    layouts = {cosine.shape[1]: [cosine]}
-    layouts.setdefault(2 * cosine.shape[1], []).extend([cosine.repeat(1, 2), cosine.repeat_interleave(2, dim=1)])
-    readable = [tensor.real if tensor.is_complex() else tensor for tensor in tensors]
-    readable = [tensor.double().cpu() for tensor in readable if tensor.shape[-2:-1] == cosine.shape[:1]]
-    pairs = [(tensor, layout) for tensor in readable for layout in layouts.get(tensor.shape[-1], [])]
+    cosine = (torch.tensor(positions, dtype=torch.float64)[:, None] * change.inv_freq).cos() * float(
+        change.attention_scaling
+    )
+    readable = [(tensor.real if tensor.is_complex() else tensor).double().cpu() for tensor in tensors]
+    expected = {width: cosine.repeat(1, width // cosine.shape[1]).sort().values for width in widths(cosine)}
+    pairs = [
+        (tensor.sort().values, expected[tensor.shape[-1]])
+        for tensor in readable
+        if tensor.shape[-2:-1] == cosine.shape[:1] and tensor.shape[-1] in expected
+    ]
     if not pairs:
         return None
-    return any(torch.allclose(tensor, layout.expand_as(tensor), atol=1e-5) for tensor, layout in pairs)
+    return any(torch.allclose(tensor, wanted.expand_as(tensor), atol=1e-5) for tensor, wanted in pairs)
+
+
+def widths(cosine: Tensor) -> tuple[int, int]:
+    """Last sizes that a module's cos may have: one value for each frequency, or one for each channel that it turns."""
+    return cosine.shape[1], 2 * cosine.shape[1]
 
 
 def is_scaling_state(name: str) -> bool:
@@ -146,12 +156,13 @@ class RotaryHolder:
         self.on_meta: set[str] = set()
 
     def rewrite(self, module: nn.Module) -> None:
-        """Writes the kept frequencies as float32; other buffers only if they have just come from meta, without values."""
+        """Writes the kept frequencies as float32, and other buffers that have just come from meta, without values."""
         for field, inv_freq in self.inv_freq.items():
             write_buffer(module, field, inv_freq, torch.float32)
         on_meta = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name in self.on_meta - on_meta - self.inv_freq.keys():
-            module._buffers[name] = self.original(module, name).to(module._buffers[name].device)  # type: ignore[union-attr]
+            device = module._buffers[name].device  # type: ignore[union-attr]
+            module._buffers[name] = self.original(module, name).to(device, copy=True)
         self.on_meta = on_meta
 
     def original(self, module: nn.Module, name: str) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_posext import patch_model, unpatch_model
@@ -112,9 +112,3 @@ def test_options_of_the_caller_are_not_kept_by_reference() -> None:
     before = snapshot(model)
     factors[0] = 99.0
     assert differences(before, snapshot(model)) == []
-
-
-def test_auto_config_of_a_patched_model_is_a_plain_one() -> None:
-    model = patch_model(tiny_model("llama"), "yarn", 2)
-    config = AutoConfig.for_model("llama", **model.config.to_dict())
-    assert AutoModelForCausalLM.from_config(config).config.posext == model.config.posext

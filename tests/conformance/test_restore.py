@@ -11,7 +11,7 @@ import torch
 
 from hf_posext import NoSiteError, PatchError, patch_model, patched, probe, record_of, suspended, unpatch_model
 from tests import special_models
-from tests.architectures import tiny_model
+from tests.architectures import ARCHITECTURES, tiny_model
 from tests.methods import pairs, patch_row
 from tests.snapshots import differences, logits_of, snapshot
 
@@ -39,7 +39,19 @@ def test_unpatch_gives_back_every_bit_of_all_layers(architecture: str, method: s
     assert differences(before, snapshot(model)) == []
 
 
-@pytest.mark.parametrize("architecture", ["llama_dynamic", "llama_longrope", "phi3_longrope"])
+@pytest.mark.parametrize("architecture", [row.id for row in ARCHITECTURES])
+def test_unpatch_gives_back_every_bit_of_a_model_that_never_ran(architecture: str) -> None:
+    """The proof that a patch acts runs the model; modules that keep state in their forward must not show it."""
+    model = tiny_model(architecture)
+    before = snapshot(model, 0)
+    unpatch_model(patch_row(model, architecture, "pi"))
+    assert differences(before, snapshot(model, 0)) == []
+
+
+LENGTH_DEPENDENT = ["llama_dynamic", "llama_longrope", "phi3_longrope"]
+
+
+@pytest.mark.parametrize("architecture", LENGTH_DEPENDENT)
 def test_unpatch_gives_back_a_module_that_changes_itself_with_length(architecture: str) -> None:
     model = tiny_model(architecture)
     before = snapshot(model, 48)
