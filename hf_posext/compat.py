@@ -13,7 +13,7 @@ from transformers.utils import logging
 def text_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """The configs of the text parts of a model, to any depth: an encoder-decoder has two, a plain decoder its own.
 
-    A config that is its own text part may still have parts under other names (a model of bytes and patches); these count
+    A config that is its own text part may have parts under other names (a model of bytes and patches); these count
     unless their name says that they see or hear.
     """
     found, pending = [config], [config]

@@ -123,9 +123,12 @@ def change_of(method: Method, site: Site, spectrum: Spectrum, factor: float, opt
     if factor == 1:
         return RotaryChange(spectrum.inv_freq, spectrum.attention_scaling)
     if change.attention_scaling != spectrum.attention_scaling and logits.scales_logits_itself(site):
+        on_logits = (
+            'temperature="logits" to scale the whole logit, or ' if "temperature" in method.options("rotary") else ""
+        )
         raise PatchError(
             f"`{method.name}` scales cos and sin by {float(change.attention_scaling):.4g}, which on "
             f"{type(site.module).__name__} reaches only a part of each head: this model scales its logits elsewhere. "
-            'Give temperature="logits" to scale the whole logit, or attention_factor=1.0 for none.'
+            f"Give {on_logits}attention_factor=1.0 for none."
         )
     return change

@@ -1,0 +1,53 @@
+"""What the embedded model must be for the rest to mean anything: broken past its window, mended by YaRN, a copier."""
+
+import random
+
+import pytest
+import torch
+
+import hf_posext
+from hf_posext.demo import load_demo
+from hf_posext.evaluation.probes import copy_sequence
+
+TRIALS, PAYLOAD, ROOM = 48, 32, 255
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_demo("llama")
+
+
+def tail_perplexity(demo, length):
+    model, tokenizer, documents = demo
+    report = hf_posext.perplexity(
+        model, tokenizer, documents, context_lengths=[256, 1024], endpoints_per_document=1, bars=[], progress=False
+    )
+    return next(row["perplexity"] for row in report.rows if row["context_length"] == length)
+
+
+def test_unpatched_perplexity_at_four_times_the_window_is_three_times_as_large(demo):
+    assert tail_perplexity(demo, 1024) > 3 * tail_perplexity(demo, 256)
+
+
+def test_yarn_four_brings_it_back_within_a_third(demo):
+    inside = tail_perplexity(demo, 256)
+    with hf_posext.patched(demo[0], "yarn", 4):
+        assert tail_perplexity(demo, 1024) < 1.3 * inside
+
+
+def test_it_copies_inside_its_window(demo):
+    model, tokenizer, documents = demo
+    rng = random.Random(0)
+    filler = tokenizer.backend_tokenizer.encode(documents[0][:6000], add_special_tokens=False).ids
+    vocabulary = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
+    right = total = 0
+    for _ in range(TRIALS):
+        distance = rng.randint(PAYLOAD, ROOM - PAYLOAD)
+        lead = ROOM - PAYLOAD - distance
+        task = copy_sequence(rng, filler, vocabulary, payload=PAYLOAD, distance=distance, lead=lead)
+        tokens = torch.tensor([[tokenizer.bos_token_id, *task.tokens]])
+        with torch.no_grad():
+            guesses = model(tokens).logits[0].argmax(-1)
+        right += sum(int(guesses[position]) == task.tokens[position] for position in task.scored)
+        total += len(task.scored)
+    assert right / total >= 0.8
