@@ -33,7 +33,7 @@ class SiteReport:
         shortest_wavelength: in tokens.
         longest_wavelength: in tokens; None where a channel does not turn.
         incomplete: channels pairs that never complete a turn within N, of rotated_width / 2.
-        is_patched: whether a patch holds the site.
+        is_patched: whether a patch that is in force covers the site.
         window: sliding window of the layers that the site serves, None without one.
     """
 
@@ -122,7 +122,8 @@ def inspect_model(model: nn.Module) -> PositionReport:
     length = record.trained_length if record else trained_length(root.config)
     sites = mechanisms.find_sites(model)
     in_force = None if record is None else is_in_force(record.native, sites)
-    rows = [site_report(site, length or 1) for site in sites]
+    changed = {name for step in record.steps() for name in step.sites} if record and in_force else set()
+    rows = [site_report(site, length or 1, str(site) in changed) for site in sites]
     return PositionReport(
         model=type(root).__name__,
         trained_length=length,
@@ -140,7 +141,7 @@ def is_in_force(native: str | None, sites: list[Site]) -> bool:
     return native is not None or any(mechanisms.holder_of(site.module) is not None for site in sites)
 
 
-def site_report(site: Site, length: int) -> SiteReport:
+def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
     """The row of one site; N in tokens only bears on the count of incomplete channels."""
     spectrum = mechanisms.read(site, length)
     wavelengths = [2 * math.pi / theta if theta else math.inf for theta in spectrum.inv_freq.tolist()]
@@ -155,7 +156,7 @@ def site_report(site: Site, length: int) -> SiteReport:
         shortest_wavelength=min(wavelengths),
         longest_wavelength=longest if math.isfinite(longest) else None,
         incomplete=sum(wavelength > length for wavelength in wavelengths),
-        is_patched=mechanisms.holder_of(site.module) is not None,
+        is_patched=is_patched,
         window=window_of(site),
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_posext import inspect_model, list_methods, patch_model, record_of, unpatch_model
 from tests import special_models
@@ -113,8 +114,6 @@ def test_a_model_without_a_known_encoding_gets_a_report_all_the_same() -> None:
 
 
 def test_a_wrapped_model_gives_the_same_report() -> None:
-    import torch
-
     model = tiny_model("llama")
     assert inspect_model(torch.nn.Sequential(model)).to_dict() == inspect_model(model).to_dict()
 

@@ -117,7 +117,7 @@ def test_a_patch_that_plain_transformers_cannot_load_is_reported_and_put_in_forc
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     report = inspect_model(plain)
-    assert (report.in_force, report.usable_length) == (False, 32)
+    assert (report.in_force, report.usable_length, report.sites[0].is_patched) == (False, 32, False)
     assert "RECORDED BUT NOT IN FORCE" in str(report)
     assert any("load_pretrained" in note for note in report.notes)
     loaded = load_pretrained(tmp_path).eval()
@@ -197,7 +197,7 @@ def test_the_new_layout_is_the_config_itself() -> None:
 
 
 def test_an_unknown_layout_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="Unknown value of `layout`: 'v3'.* Allowed: `v4`, `v5`"):
+    with pytest.raises(ValueError, match=r"Unknown value of `layout`: 'v3'.* Allowed: `v4`, `v5`"):
         export_config(tiny_model("llama"), layout="v3")
 
 
@@ -208,12 +208,12 @@ def test_the_old_layout_has_no_words_for_layer_types() -> None:
 
 def test_a_patch_without_words_is_refused_with_the_way_out() -> None:
     model = patch_model(tiny_model("llama"), "yarn", 2, temperature="logits")
-    with pytest.raises(PatchError, match="yarn x2 .* cannot be said in a config.*`hf_posext.load_pretrained`"):
+    with pytest.raises(PatchError, match=r"yarn x2 .* cannot be said in a config.*`hf_posext.load_pretrained`"):
         export_config(model)
 
 
 def test_something_else_than_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="`model` must be .* got Linear"):
+    with pytest.raises(TypeError, match=r"`model` must be .* got Linear"):
         export_config(torch.nn.Linear(2, 2))
 
 

@@ -80,7 +80,7 @@ def test_a_record_is_not_shared_with_the_model() -> None:
 
 
 def test_writing_and_reading_a_file_is_the_identity(tmp_path: Path) -> None:
-    model = patch_model(tiny_model("llama"), "yarn", 2, beta_fast="auto")
+    model = patch_model(tiny_model("llama"), "yarn", 2, beta_fast="auto", beta_slow=0.5)
     path = write_record(model, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / FILE_NAME
     assert read_record(path.parent) == record_of(model)
@@ -92,7 +92,7 @@ def test_a_folder_without_a_record_gives_none(tmp_path: Path) -> None:
 
 
 def test_an_unpatched_model_has_no_record_to_write(tmp_path: Path) -> None:
-    with pytest.raises(PatchError, match="not patched, so there is no record to write. Call `patch_model` first"):
+    with pytest.raises(PatchError, match=r"not patched, so there is no record to write. Call `patch_model` first"):
         write_record(tiny_model("llama"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -115,7 +115,7 @@ def test_fields_of_a_later_version_of_the_same_schema_are_passed_over() -> None:
 def test_a_missing_field_is_named() -> None:
     whole = data()
     del whole["factor"]
-    with pytest.raises(PatchError, match="incomplete .*'factor'.* Patch the model again"):
+    with pytest.raises(PatchError, match=r"incomplete .*'factor'.* Patch the model again"):
         PatchRecord.from_dict(whole)
 
 
