@@ -37,7 +37,7 @@ def test_the_table_lists_every_option(name):
 def test_the_first_python_block_runs(capsys):
     namespace: dict = {}
     exec(blocks("python")[0], namespace)
-    assert "perplexity" in capsys.readouterr().out
+    assert "yarn - truncate at 1024" in capsys.readouterr().out
     assert not hasattr(namespace["model"].config, "posext")
 
 
