@@ -40,20 +40,6 @@ built as a tiny random model in float32 (`tests/shrink.py`), and asked:
 
 A composite stands for itself, vision or audio tower included, where its whole runs on text alone; else for its text
 part, whose class is then the one named."""
-TWICE = "; ".join(f"`{name}`: {reason}" for name, reason in sorted(USED_TWICE.items()))
-INTRODUCTION = f"""\
-Written by `python -m recipes.coverage`; do not edit. Every architecture of `CONFIG_MAPPING` whose text part rotates is
-built as a tiny random model in float32 (`tests/shrink.py`), and asked:
-
-- after `patch_model(model, "pi", factor=2, layers="all")`, what the model says to tokens at positions 2p is what the
-  unpatched one says to them at p, within 1e-5 of the largest value. Positions are given as `position_ids`, or by a
-  masked token behind each token (a spread text) where a model makes its own. Where logits depend on positions by more
-  than rotation, cos and sin are compared ({TWICE}).
-- after `unpatch_model(model)`, logits, config JSON, module classes, parameters, buffers and state-dict keys are as
-  before, bit for bit.
-
-A composite stands for itself, vision or audio tower included, where its whole runs on text alone; else for its text
-part, whose class is then the one named."""
 
 
 @dataclass(frozen=True)
