@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from hf_posext import mechanisms
@@ -87,7 +87,7 @@ class PositionReport(Report):
             longest = "inf" if site.longest_wavelength is None else f"{site.longest_wavelength:.4g}"
             table.add_row(
                 site.mechanism,
-                escape(f"{site.site}\n{site.module}"),
+                Text(f"{site.site}\n{site.module}"),  # a layer type in brackets is no markup
                 f"{site.base:g}",
                 str(site.rotated_width),
                 f"{site.shortest_wavelength:.4g} to {longest}",
@@ -96,8 +96,8 @@ class PositionReport(Report):
             )
         lines = [f"note: {note}" for note in self.notes]
         if self.left_alone:
-            lines.append(escape(f"left alone: {', '.join(self.left_alone)}"))
-        return Group(table, *lines)
+            lines.append(f"left alone: {', '.join(self.left_alone)}")
+        return Group(table, *(Text(line) for line in lines))
 
     def summary(self) -> str:
         """Trained and usable length and the patch, in a few words."""
