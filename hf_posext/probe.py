@@ -116,7 +116,8 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
         "use_cache": False,
     }
     stop = first_attention(owner, sites) if depth == DEPTHS[0] else []
-    with torch.no_grad(), torch.random.fork_rng(), unmoved(sites), stopping_at(stop):
+    every_gpu = range(torch.cuda.device_count())  # named, since leaving them out warns where there are several
+    with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), unmoved(sites), stopping_at(stop):
         torch.manual_seed(0)
         try:
             output = owner(**{name: value for name, value in inputs.items() if name in accepted})
