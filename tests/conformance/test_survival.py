@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posext import record_of, unpatch_model
+from hf_posext import patch_model, record_of, unpatch_model
 from hf_posext.mechanisms import find_sites
+from tests import special_models
 from tests.architectures import tiny_config, tiny_model
 from tests.methods import patch_row
 from tests.snapshots import differences, logits_of, snapshot
@@ -195,6 +196,16 @@ def test_loading_a_state_dict_keeps_the_patch(architecture: str) -> None:
     model = patch_row(tiny_model(architecture), architecture, "yarn")
     before = snapshot(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert differences(before, snapshot(model)) == []
+
+
+def test_loading_unpatched_frequencies_keeps_the_patch() -> None:
+    """ESM saves its frequencies: those of an unpatched checkpoint must not creep in under the record of a patch."""
+    model = special_models.esm()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    patch_model(model, "pi", 2)
+    before = snapshot(model)
+    model.load_state_dict(state)
     assert differences(before, snapshot(model)) == []
 
 
