@@ -133,10 +133,10 @@ def test_plain_transformers_needs_this_package_only_where_we_say_so(
 NATIVE_CASES = [case for case in CASES if NATIVE.get(case.values[0], (METHOD,))[0].get(case.values[1])]
 
 
-@pytest.mark.parametrize("step", [0.0, 1e-4])
+@pytest.mark.parametrize("step", [0.0, 1e-3])
 def test_words_that_are_only_nearly_right_are_not_used(step: float) -> None:
-    """Eight equal ratios are `linear`; ratios that differ in the fourth digit are not."""
-    ratios = [2.0 * (1 + step * channel) for channel in range(8)]
+    """Eight equal ratios are `linear`; not so if the slowest channel, which hardly turns, is off in the third digit."""
+    ratios = [2.0] * 7 + [2.0 * (1 + step)]
     model = patch_model(tiny_model("llama"), "longrope", 2, long_factor=ratios, attention_factor=1.0)
     assert record_of(model).native == ("longrope" if step else "linear")
 
