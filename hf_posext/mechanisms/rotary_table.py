@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from hf_posext.compat import quiet
 from hf_posext.contract import RotaryChange, Site, Spectrum
 from hf_posext.mechanisms._held import hold, holder_of, release, write_buffer
 from hf_posext.mechanisms._scope import Scoped
@@ -136,7 +137,7 @@ def reset(site: Site) -> None:
     base: Any = type(site.module)
     config: Any = site.config
     present = getattr(site.module, site.field)
-    with torch.device("cpu"):
+    with quiet(), torch.device("cpu"):
         if "config" in inspect.signature(base).parameters:
             fresh = base(config)
         else:
