@@ -44,8 +44,18 @@ def _caption(report: PerplexityReport) -> list[str]:
         *known,
         "in brackets 95 % over documents",
     ]
-    records = [f"{arm}: {_record_text(record)}" for arm, record in report.records.items() if record is not None]
-    return [", ".join(about), *records, *_against_truncate(report)]
+    return [", ".join(about), *_patches(report), *_against_truncate(report)]
+
+
+def _patches(report: PerplexityReport) -> list[str]:
+    """What each arm was patched with; arms patched alike share a line."""
+    arms: dict[str, list[str]] = {}
+    for arm, record in report.records.items():
+        if record is not None:
+            method = [] if record.get("method") == arm else [f"method {record.get('method', '?')}"]
+            text = ", ".join([*method, f"factor {record.get('factor', '?')}"])
+            arms.setdefault(text, []).append(arm)
+    return [f"{', '.join(names)}: {text}" for text, names in arms.items()]
 
 
 def _against_truncate(report: PerplexityReport) -> list[str]:
@@ -76,9 +86,3 @@ def _number(value: float) -> str:
     if not math.isfinite(value) or value >= 1e6:
         return f"{value:.1e}"
     return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _record_text(record: Mapping[str, Any]) -> str:
-    """A patch record in one line."""
-    known = [f"{name.replace('_', ' ')} {record[name]}" for name in ("factor", "trained_length") if name in record]
-    return ", ".join([f"method {record.get('method', '?')}", *known])

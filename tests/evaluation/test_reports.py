@@ -199,7 +199,7 @@ def test_table_says_what_was_measured() -> None:
         "3 documents (1 too short)",
         "trained length 64",
         "note: a note",
-        "pi: method pi, factor 2.0",
+        "pi: factor 2.0",
         "pi - truncate at 128: -0.500 nats per token [-0.500, -0.500], paired",
     ]
     assert [part for part in expected if part not in text] == []
