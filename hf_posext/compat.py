@@ -37,6 +37,9 @@ def text_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
             continue
         if any(part is value for value in vars(config).values()):  # else itself, or a copy made for the caller
             parts.append(part)
+    encoder = getattr(config, "encoder", None)  # one that sees as well as reads is not called text, but has a text part
+    if isinstance(encoder, PreTrainedConfig) and encoder.get_text_config() is not encoder:
+        parts.append(encoder)
     return parts
 
 

@@ -104,3 +104,14 @@ def test_a_tokenizer_is_set_to_the_target_whatever_it_said(given: int) -> None:
 def test_a_given_length_wins_over_the_config() -> None:
     model = patch_model(tiny_model("llama"), "yarn", 2, original_max_position_embeddings=16)
     assert (model.config.max_position_embeddings, model.config.posext["trained_length"]) == (32, 16)
+
+
+def test_both_sides_of_an_encoder_decoder_that_also_sees_are_text() -> None:
+    from transformers import T5Gemma2Config
+
+    from hf_posext.compat import text_configs
+
+    config = T5Gemma2Config()
+    found = {id(part) for part in text_configs(config)}
+    assert {id(config.encoder.text_config), id(config.decoder)} <= found
+    assert id(config.encoder.vision_config) not in found
