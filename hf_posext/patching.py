@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hf_posext import dynamic as dynamics
 from hf_posext import mechanisms, native, probe
+from hf_posext.attention import scaling
 from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
 from hf_posext.contract import RotaryChange, Site, Spectrum
 from hf_posext.errors import PatchError
@@ -54,7 +56,9 @@ def patch_model(
         factor: s = T / N, a finite number >= 1, relative to the model as given; 1 changes no bit of any output.
         target_length: T in tokens, in place of `factor`.
         original_max_position_embeddings: N in tokens, where the config does not say it or says it wrong.
-        dynamic: a factor that follows the length of the text; only False, a fixed factor, is supported.
+        dynamic: the factor follows the length l of each row, s = max(1, l / N) up to `factor`: text of at most N tokens
+            is read as by the unpatched model, to the last bit, and decoding with a cache equals one full pass. Some
+            methods are dynamic by nature (`dynamic_ntk`, `longrope` with two lists).
         layers: "full" leaves the layers with a sliding window alone, "all" stretches both kinds.
         tokenizer: its `model_max_length` is raised to T.
         compose: patch on top of a patch; without it a patched model is refused.
@@ -68,19 +72,18 @@ def patch_model(
         NoSiteError: the model has no place where the method has a meaning.
         PatchError: the model cannot be patched safely. In every case it is left exactly as it was.
     """
-    if dynamic is not False:
-        raise ValueError(
-            f"`dynamic` must be False, got {dynamic!r}: this version patches with one factor for every length. "
-            "Patch for the longest text, and call `unpatch_model` (or use `suspended`) for short ones."
-        )
+    if not isinstance(dynamic, bool):
+        raise TypeError(f"`dynamic` must be True or False, got {dynamic!r}.")
     ensure_adopted(model)
     earlier = record_of(model)
-    plan = make_plan(model, method, factor, target_length, original_max_position_embeddings, layers, options)
+    plan = make_plan(model, method, factor, target_length, original_max_position_embeddings, layers, options, dynamic)
     if earlier is not None and not compose:
         raise PatchError(
             f"The model is already patched: {earlier.describe()}. Call `unpatch_model` first, or give compose=True to "
             "patch on top of it."
         )
+    if earlier is not None and any(step.dynamic for step in earlier.steps()):
+        raise PatchError(f"Nothing can be put on top of {earlier.describe()}: its factor follows the length. Unpatch.")
     apply(model, plan)
     if tokenizer is not None:
         state_of(model).tokenizers.append((tokenizer, tokenizer.model_max_length))
@@ -136,16 +139,20 @@ def apply(model: nn.Module, plan: Plan) -> None:
     """
     earlier = record_of(model)
     tokenizers = state_of(model).tokenizers if earlier else []
+    reach = dynamics.short_reach(plan) if plan.dynamic else plan.trained_length
     for depth in probe.DEPTHS:
         # A patched model has its own copies already, and its undo knows them.
         configs = OwnConfigs([]) if earlier else own_configs(model)
         try:
-            baseline = probe.run(model, plan.sites, depth, plan.trained_length) if plan.is_active else None
+            baseline = probe.run(model, plan.sites, depth, reach) if plan.is_active else None
             sites = [site for site in mechanisms.find_sites(model) if str(site) in plan.names]
+            fixed = dynamics.run_fixed(model, plan, sites, depth) if plan.dynamic and plan.is_active else None
             write(model, sites, plan, earlier)
-            if plan.is_active:
+            if plan.is_active and plan.dynamic:
+                dynamics.check(model, plan, sites, depth, baseline, fixed)
+            elif plan.is_active:
                 probe.check_turns(*plan.active(sites))
-                after = probe.run(model, sites, depth, plan.trained_length)
+                after = probe.run(model, sites, depth, reach)
                 probe.check_effect(baseline, after, sites, depth)
             return
         except BaseException as error:
@@ -163,15 +170,15 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
     undo = root.__dict__.setdefault(STATE, PatchState()).configs
     before = earlier.before if earlier else fields_before(root)
     first = earlier.original_max_position_embeddings if earlier else original_length(root.config, plan.trained_length)
-    scale = float(plan.changes[0].logit_scale)
-    if scale != 1:
-        logits.write(model, sites, scale)
     for config in config_parts(model):
         undo.set(config, **dict.fromkeys(length_fields(config), plan.target_length))
-    stretch = native.Stretch(plan.method.name, plan.options, plan.target_length / first, first, plan.target_length)
-    native_kind = export(model, undo, *plan.active_spectra(sites), stretch) if plan.is_active else "unchanged"
-    for site, change in zip(*plan.active(sites), strict=True):
-        mechanisms.write(site, change, plan.target_length)
+    if not plan.is_active:
+        native_kind = "unchanged"
+    elif plan.dynamic:
+        native_kind = None
+        dynamics.install(model, plan, sites)
+    else:
+        native_kind = write_fixed(model, sites, plan, undo, first)
     record = PatchRecord(
         method=plan.method.name,
         options=plan.options,
@@ -181,6 +188,7 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         original_max_position_embeddings=first,
         total_factor=plan.target_length / first,
         layers=plan.layers,
+        dynamic=plan.dynamic,
         sites=[str(site) for site in sites],
         native=native_kind if earlier is None or earlier.native else None,
         before=before,
@@ -188,6 +196,22 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         version=version("hf_posext"),
     )
     undo.set(root.config, **{CONFIG_FIELD: record.to_dict()})
+
+
+def write_fixed(model: nn.Module, sites: list[Site], plan: Plan, undo: ConfigUndo, first: int) -> str | None:
+    """Writes a factor that does not follow the length into sites, softmax scaling and `rope_parameters`.
+
+    Returns:
+        In what words plain transformers loads it, as `PatchRecord.native`.
+    """
+    scale = float(plan.changes[0].logit_scale)
+    if scale != 1:
+        logits.write(model, sites, scale)
+    stretch = native.Stretch(plan.method.name, plan.options, plan.target_length / first, first, plan.target_length)
+    kind = export(model, undo, *plan.active_spectra(sites), stretch)
+    for site, change in zip(*plan.active(sites), strict=True):
+        mechanisms.write(site, change, plan.target_length)
+    return kind
 
 
 def export(
@@ -226,6 +250,7 @@ def remove(model: nn.Module) -> None:
     """Gives sites, softmax scaling and config fields back what they were; nothing to do on an unpatched model."""
     state = mechanisms.root_model(model).__dict__.pop(STATE, None)
     if state is not None:
+        scaling.detach(model)
         state.configs.give_back()  # first, since a module that was patched on meta is restored from its config
     for site in mechanisms.find_sites(model):
         mechanisms.restore(site)
@@ -237,7 +262,9 @@ def replay(model: nn.Module, record: PatchRecord, tokenizers: Iterable[tuple[Any
     for step in record.steps():
         apply(
             model,
-            make_plan(model, step.method, step.factor, None, step.trained_length, step.layers, step.options),
+            make_plan(
+                model, step.method, step.factor, None, step.trained_length, step.layers, step.options, step.dynamic
+            ),
         )
     state_of(model).tokenizers = list(tokenizers)
 

@@ -18,7 +18,10 @@ from hf_posext.methods import REGISTRY, Method, get_method
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated patch, before anything is touched."""
+    """A validated patch, before anything is touched.
+
+    `changes` are those at the full factor, also where `dynamic` makes the factor follow the length.
+    """
 
     method: Method
     options: dict[str, Any]
@@ -26,6 +29,7 @@ class Plan:
     trained_length: int
     target_length: int
     layers: str
+    dynamic: bool
     sites: list[Site]
     spectra: list[Spectrum]
     changes: list[RotaryChange]
@@ -63,6 +67,7 @@ def make_plan(
     given_length: object,
     layers: str,
     options: dict[str, Any],
+    dynamic: bool = False,
 ) -> Plan:
     """Validates all arguments and computes every change; nothing of the model is touched.
 
@@ -84,7 +89,8 @@ def make_plan(
     scale, target = resolve_factor(factor, target_length, length)
     spectra = [mechanisms.read(site, length) for site in sites]
     changes = [change_of(chosen, site, spectrum, scale, options) for site, spectrum in zip(sites, spectra, strict=True)]
-    return Plan(chosen, options, scale, length, target, layers, sites, spectra, changes)
+    follows = dynamic or chosen.follows_length(options)
+    return Plan(chosen, options, scale, length, target, layers, follows, sites, spectra, changes)
 
 
 def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
@@ -119,7 +125,7 @@ def change_of(method: Method, site: Site, spectrum: Spectrum, factor: float, opt
     Raises:
         PatchError: a temperature through cos and sin on a model that scales its logits elsewhere.
     """
-    change = method.functions[site.mechanism](spectrum, factor, **options)
+    change = method.change(site.mechanism, spectrum, factor, factor, options)
     if factor == 1:
         return RotaryChange(spectrum.inv_freq, spectrum.attention_scaling)
     if change.attention_scaling != spectrum.attention_scaling and logits.scales_logits_itself(site):

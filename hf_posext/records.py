@@ -32,6 +32,7 @@ class PatchRecord:
         original_max_position_embeddings: the very first N, before any scaling that the checkpoint carried.
         total_factor: T over the very first N.
         layers: "full" or "all".
+        dynamic: whether the factor follows the length of the text, up to `factor`.
         sites: paths of the changed modules.
         native: what lets plain transformers load it: a `rope_type`, "weights" (it is in the state dict), "unchanged",
             or None where only `load_pretrained` can.
@@ -53,6 +54,7 @@ class PatchRecord:
     native: str | None
     before: dict[str, dict[str, Any]]
     previous: list[dict[str, Any]] = field(default_factory=list)
+    dynamic: bool = False
     schema: int = SCHEMA
     version: str = ""
 
@@ -82,7 +84,8 @@ class PatchRecord:
 
     def describe(self) -> str:
         """Method, factor and lengths in a few words."""
-        return f"{self.method} x{self.factor:g} ({self.trained_length} -> {self.target_length} tokens)"
+        word = f"{self.method} (dynamic)" if self.dynamic else self.method
+        return f"{word} x{self.factor:g} ({self.trained_length} -> {self.target_length} tokens)"
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posext.contract import RotaryChange, Site, Spectrum
 from hf_posext.mechanisms import rotary, rotary_table
@@ -18,9 +18,11 @@ __all__ = [
     "keeper_of",
     "left_alone",
     "read",
+    "read_short",
     "reset",
     "restore",
     "root_model",
+    "short_length",
     "write",
 ]
 
@@ -59,6 +61,16 @@ def keeper_of(site: Site) -> ModuleType:
 def read(site: Site, trained_length: int) -> Spectrum:
     """What a site holds now."""
     return keeper_of(site).read(site, trained_length)
+
+
+def read_short(site: Site, spectrum: Spectrum) -> Tensor:
+    """The frequencies that a site uses for short text, [F] float64."""
+    return keeper_of(site).read_short(site, spectrum)
+
+
+def short_length(site: Site) -> int | None:
+    """Up to how many tokens that is, where the checkpoint itself switches with the length; else None."""
+    return keeper_of(site).short_length(site)
 
 
 def write(site: Site, change: RotaryChange, target_length: int) -> None:

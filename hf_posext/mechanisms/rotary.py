@@ -85,6 +85,27 @@ def read(site: Site, trained_length: int) -> Spectrum:
     return Spectrum(inv_freq, scaling, trained_length, base_of(config, block, inv_freq))
 
 
+def read_short(site: Site, spectrum: Spectrum) -> Tensor:
+    """The frequencies that the module uses for short text, [F] float64, as they are: rounded if a cast has rounded them."""
+    field = site.field
+    holder = holder_of(site.module)
+    if holder is not None and field in holder.inv_freq:
+        return holder.inv_freq[field]
+    if rope_type(site) in LENGTH_DEPENDENT:
+        field = field.removesuffix(SUFFIX) + f"original_{SUFFIX}"
+    live = getattr(site.module, field)
+    return spectrum.inv_freq if live.is_meta else live.detach().cpu().double()
+
+
+def short_length(site: Site) -> int | None:
+    """Up to how many tokens a checkpoint whose own type switches lists uses the one for short text; None without."""
+    if rope_type(site) != "longrope":
+        return None
+    config = module_config(site)
+    block = rope_block(config, site.label) or {}
+    return block.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+
+
 def base_of(config: PreTrainedConfig, block: dict[str, Any], inv_freq: Tensor) -> float:
     """theta as the config states it, else as the live spectrum implies it."""
     stated = block.get("rope_theta") or getattr(config, "rope_theta", None)

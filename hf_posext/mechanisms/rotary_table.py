@@ -59,6 +59,16 @@ def read(site: Site, trained_length: int) -> Spectrum:
     return Spectrum(inv_freq, float(table[0, -1]), trained_length, base_of(site.config, {}, inv_freq))
 
 
+def read_short(site: Site, spectrum: Spectrum) -> Tensor:
+    """The frequencies for short text, [F] float64: those of the spectrum."""
+    return spectrum.inv_freq
+
+
+def short_length(site: Site) -> int | None:
+    """None: no table switches with the length."""
+    return None
+
+
 def unwrap(table: Tensor) -> Tensor:
     """theta, [F] float64, from a table [N, 2F] of sin | cos.
 
@@ -92,10 +102,14 @@ class TableHolder:
         self.attributes: dict[str, int] = {}
         self.inv_freq = torch.empty(0)
         self.scaling, self.rows, self.version = 1.0, 0, 0
+        self.keeps_rows = False
 
     def rewrite(self, module: nn.Module) -> None:
         """Builds the table in float64 and rounds it once, to the dtype that the module now has."""
         table = build_table(self.inv_freq, self.rows, self.scaling)
+        if self.keeps_rows:  # the old rows are the model's own rounding of the same angles
+            shared = min(self.rows, len(self.original))
+            table[:shared] = self.original[:shared].double()
         write_buffer(module, self.field, table, getattr(module, self.field).dtype)
         self.version = getattr(module, self.field)._version
 
@@ -112,6 +126,7 @@ def write(site: Site, change: RotaryChange, rows: int) -> None:
     """Replaces the table by one of `rows` rows of the changed spectrum; the size fields of the module follow."""
     module = site.module
     holder: TableHolder = holder_of(module) or TableHolder(site)
+    holder.keeps_rows = torch.equal(change.inv_freq, unwrap(holder.original.cpu().double()))
     holder.inv_freq, holder.scaling, holder.rows = change.inv_freq, float(change.attention_scaling), rows
     old_rows = getattr(module, site.field).shape[0]
     for name in SIZE_FIELDS:

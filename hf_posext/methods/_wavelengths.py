@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -12,9 +13,17 @@ from hf_posext.contract import Spectrum
 Factor = float | Tensor
 
 
+def as_tensor(factor: Factor) -> Tensor:
+    """A factor as a float64 tensor, [] or [B].
+
+    Dynamic scaling traces methods with a symbol for the factor, so they may not ask whether it is a tensor.
+    """
+    return torch.tensor(float(factor), dtype=torch.float64) if isinstance(factor, Real) else factor
+
+
 def per_channel(factor: Factor) -> Tensor:
     """A factor, or [B] factors, as a float64 tensor that broadcasts over [F]: shape [1] or [B, 1]."""
-    return torch.as_tensor(factor, dtype=torch.float64).unsqueeze(-1)
+    return as_tensor(factor).unsqueeze(-1)
 
 
 def rank(spectrum: Spectrum) -> Tensor:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from hf_posext.arguments import check_positive
 from hf_posext.contract import RotaryChange, Spectrum
-from hf_posext.methods._wavelengths import Factor
+from hf_posext.methods._wavelengths import Factor, as_tensor
 from hf_posext.methods.registry import method
 
 longrope = method(
     "longrope",
     aliases=("su",),
-    summary="divide each channel by its own factor from a given list",
+    summary="divide each channel by its own factor; with a second list for short text, switched at N",
     paper="Ding et al. 2024, arXiv 2402.13753, eq. 2",
+    follows_length=lambda options: options.get("short_factor") is not None,
 )
 
 
@@ -26,8 +28,8 @@ def default_attention_factor(factor: Factor, trained_length: int) -> Factor:
 
     Source: Phi-3 model code (2024), `su` scaling; the form that transformers uses.
     """
-    scale = (1 + torch.as_tensor(factor, dtype=torch.float64).clamp(min=1).log() / math.log(trained_length)).sqrt()
-    return scale if isinstance(factor, Tensor) else float(scale)
+    scale = (1 + as_tensor(factor).clamp(min=1).log() / math.log(trained_length)).sqrt()
+    return float(scale) if isinstance(factor, Real) else scale
 
 
 @longrope.on("rotary")
@@ -35,32 +37,40 @@ def rotary(
     spectrum: Spectrum,
     factor: Factor,
     *,
+    limit: float | None = None,
     long_factor: Sequence[float],
     short_factor: Sequence[float] | None = None,
     attention_factor: float | None = None,
 ) -> RotaryChange:
-    """theta_i / long_factor_i at every length.
+    """theta_i / long_factor_i; with a short list theta_i / short_factor_i up to N tokens, N included.
+
+    The temperature belongs to the long list: text of at most N tokens has none, so a short list of ones leaves it as it
+    is. (transformers has it at every length; the two agree for attention_factor=1.0 and beyond N.)
 
     Args:
         spectrum: the live spectrum.
-        factor: s; it sets the length fields and the default attention factor.
+        factor: s at the present length.
+        limit: s of the patch, which sets the default attention factor; `factor` where None.
         long_factor: F = R / 2 numbers > 0.
-        short_factor: only the same list again, as in a config whose two lists are equal.
+        short_factor: F numbers > 0 for text of at most N tokens; None for one list at every length.
         attention_factor: multiplier of cos and sin in place of sqrt(1 + ln s / ln N).
 
     Raises:
-        ValueError: a list of another length, a value that is not > 0, or a short list that differs from the long one.
+        ValueError: a list of another length, or a value that is not > 0.
 
-    Source: LongRoPE (arXiv 2402.13753), eq. 2.
+    Source: LongRoPE (arXiv 2402.13753), eq. 2; the switch as in Phi-3's model code and transformers.
     """
-    ratios = check_list("long_factor", long_factor, spectrum.inv_freq.numel())
-    if short_factor is not None and not torch.equal(check_list("short_factor", short_factor, len(ratios)), ratios):
-        raise ValueError("`short_factor` must equal `long_factor`: this method uses one list at every length.")
+    channels = spectrum.inv_freq.numel()
+    long = spectrum.inv_freq / check_list("long_factor", long_factor, channels)
     if attention_factor is None:
-        scale = default_attention_factor(factor, spectrum.trained_length)
+        scale = default_attention_factor(factor if limit is None else limit, spectrum.trained_length)
     else:
         scale = check_positive("attention_factor", attention_factor)
-    return RotaryChange(spectrum.inv_freq / ratios, spectrum.attention_scaling * scale)
+    if short_factor is not None:
+        short = spectrum.inv_freq / check_list("short_factor", short_factor, channels)
+        if isinstance(factor, Real) and factor <= 1:
+            return RotaryChange(short, spectrum.attention_scaling)
+    return RotaryChange(long, spectrum.attention_scaling * scale)
 
 
 def check_list(name: str, values: Sequence[float], length: int) -> Tensor:

@@ -13,6 +13,7 @@ from hf_posext.errors import quoted, unknown
 
 ENTRY_POINT_GROUP = "hf_posext.methods"
 Function = TypeVar("Function", bound=Callable[..., Any])
+LIMIT = "limit"  # keyword of method functions that is not an option: the factor of the patch
 REGISTRY: dict[str, Method] = {}
 
 
@@ -26,6 +27,9 @@ class Method:
         summary: one line.
         paper: source with the equation or section.
         functions: mechanism -> function (reading, factor, *, options) -> change.
+        follows_length: given the options, whether the method itself says different things at different lengths, so that
+            it is dynamic without being asked.
+        is_bounded: whether the scale of dynamic patching stops at the factor of the patch.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Method:
     summary: str
     paper: str
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    follows_length: Callable[[dict[str, Any]], bool] = lambda options: False
+    is_bounded: bool = True
 
     def on(self, mechanism: str) -> Callable[[Function], Function]:
         """Registers the decorated function for a mechanism and returns it unchanged.
@@ -57,7 +63,22 @@ class Method:
     def options(self, mechanism: str) -> dict[str, Any]:
         """Option name -> default for one mechanism; `inspect.Parameter.empty` marks a required one."""
         parameters = inspect.signature(self.functions[mechanism]).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != LIMIT}
+
+    def change(self, mechanism: str, reading: Any, factor: Any, limit: float, options: dict[str, Any]) -> Any:
+        """What the method makes of a reading at one scale.
+
+        Args:
+            mechanism: of the reading.
+            reading: what the site reads as.
+            factor: the scale in force, a number or [B]: that of the patch, or less where it follows the length.
+            limit: the factor of the patch, for functions with a parameter of that name.
+            options: the method's own.
+        """
+        function = self.functions[mechanism]
+        if LIMIT in inspect.signature(function).parameters:
+            options = {LIMIT: limit, **options}
+        return function(reading, factor, **options)
 
     def check_options(self, mechanism: str, given: dict[str, Any]) -> None:
         """Refuses unknown options and missing required ones.
@@ -81,8 +102,16 @@ class Method:
         return MethodInfo(self.name, self.aliases, tuple(self.functions), self.summary, self.paper, options)
 
 
-def method(name: str, *, aliases: tuple[str, ...] = (), summary: str, paper: str) -> Method:
-    """Declares a method under a new name; its functions are added with `Method.on`.
+def method(
+    name: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    summary: str,
+    paper: str,
+    follows_length: Callable[[dict[str, Any]], bool] = lambda options: False,
+    is_bounded: bool = True,
+) -> Method:
+    """Declares a method under a new name; its functions are added with `Method.on`. For the arguments see `Method`.
 
     Raises:
         TypeError: a name or alias that is taken.
@@ -91,7 +120,7 @@ def method(name: str, *, aliases: tuple[str, ...] = (), summary: str, paper: str
         taken = lookup_registered(word)
         if taken is not None:
             raise TypeError(f"`{word}` is already a name of the method `{taken.name}`.")
-    declared = Method(name, aliases, summary, paper)
+    declared = Method(name, aliases, summary, paper, {}, follows_length, is_bounded)
     REGISTRY[name] = declared
     return declared
 

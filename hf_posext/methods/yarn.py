@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from numbers import Real
 
 from hf_posext.arguments import check_choice, check_positive
 from hf_posext.contract import RotaryChange, Spectrum
-from hf_posext.methods._wavelengths import Factor, blend
+from hf_posext.methods._wavelengths import Factor, as_tensor, blend
 from hf_posext.methods.ntk_by_parts import ramp_weights
 from hf_posext.methods.registry import method
 
@@ -24,8 +24,8 @@ def default_attention_factor(factor: Factor) -> Factor:
 
     Source: YaRN (arXiv 2309.00071), eq. 22: sqrt(1/t).
     """
-    scale = 0.1 * torch.as_tensor(factor, dtype=torch.float64).clamp(min=1).log() + 1
-    return scale if isinstance(factor, torch.Tensor) else float(scale)
+    scale = 0.1 * as_tensor(factor).clamp(min=1).log() + 1
+    return float(scale) if isinstance(factor, Real) else scale
 
 
 @yarn.on("rotary")

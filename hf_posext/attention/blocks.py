@@ -1,0 +1,83 @@
+"""Attention in blocks of queries that share a scale, so that one pass over a text equals its generation with a cache.
+
+A token is read at the scale of the text up to it. (With the scale of the whole text for all, as papers and transformers
+have it, every layer above the first would depend on later tokens, and no cache could ever hold what one pass computes.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from hf_posext.attention.interface import Attention
+
+
+def runs(levels: Tensor) -> list[tuple[int, int, bool]]:
+    """Maximal runs of tokens at which the level of no row changes: (begin, end, whether all levels are 0).
+
+    Args:
+        levels: [B, L]; read on the host, the one synchronisation of a forward with more than one token.
+    """
+    changes = (levels[:, 1:] != levels[:, :-1]).any(0)
+    edges = [0, *(changes.nonzero().flatten() + 1).tolist(), levels.shape[1]]
+    still = (levels == 0).all(0).tolist()
+    return [(begin, end, still[begin]) for begin, end in zip(edges, edges[1:], strict=False)]
+
+
+def rows(mask: Any, begin: int, end: int) -> Any:
+    """The mask for queries begin to end: rows of a 4-D mask; one that does not tell queries apart as it is."""
+    if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[2] > 1:
+        return mask[:, :, begin:end]
+    return mask
+
+
+def causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[1, 1, L, S] bool: the last query sees the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+
+
+def causal_unless_plain(queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """`causal`, or None where attention functions take a missing mask for the same: square, or a single query."""
+    return None if queries in (1, keys) else causal(queries, keys, device)
+
+
+def as_rows(states: Tensor, queries: int) -> Tensor:
+    """[B, ...] -> [B L, ...]: each row once for each of its queries, without a copy where possible."""
+    return states[:, None].expand(-1, queries, *states.shape[1:]).flatten(0, 1)
+
+
+def each_query_alone(
+    attention: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention in which every query has keys of its own: no branch on values, for compilers.
+
+    Args:
+        attention: the model's own attention function.
+        module: the attention module.
+        query: [B, H, L, D].
+        key: [B L, G, S, D].
+        value: [B, G, S, D].
+        mask: [B, 1, L, S], bool or additive.
+        options: keyword arguments of `attention`.
+    """
+    batch, heads, length, width = query.shape
+    rows = query.transpose(1, 2).reshape(batch * length, heads, 1, width)
+    row_mask = mask.expand(batch, -1, length, -1).transpose(1, 2).flatten(0, 1).unsqueeze(2)
+    output, weights = attention(module, rows, key, as_rows(value, length), row_mask, **options)
+    output = output.reshape(batch, length, *output.shape[2:])
+    if weights is not None:
+        weights = weights.reshape(batch, length, *weights.shape[1:2], -1).transpose(1, 2)
+    return output, weights
+
+
+def joined(parts: list[tuple[Tensor, Tensor | None]], keys: int) -> tuple[Tensor, Tensor | None]:
+    """Blocks put together again: outputs [B, L, H, D] and, where there are any, weights [B, H, L, S]."""
+    if len(parts) == 1:
+        return parts[0]
+    output = torch.cat([part for part, _ in parts], dim=1)
+    if any(weights is None for _, weights in parts):
+        return output, None
+    return output, torch.cat([pad(weights, (0, keys - weights.shape[-1])) for _, weights in parts], dim=2)

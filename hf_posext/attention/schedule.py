@@ -1,0 +1,79 @@
+"""How the frequencies of a rotary site follow the length of the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posext.contract import Spectrum
+
+STEPS = 32  # scales per doubling of the length
+
+
+def stepped(scale: Tensor) -> Tensor:
+    """Scales >= 1 rounded up to one of 32 steps per doubling: 1, 33/32, 34/32, ..., 2, 66/32, 68/32, ...
+
+    Tokens of one step share their keys' rotation, which is what keeps a long prompt as cheap as with a fixed factor.
+    """
+    mantissa, exponent = torch.frexp(scale)  # mantissa in [1/2, 1)
+    return torch.ldexp((mantissa * 2 * STEPS).ceil() / (2 * STEPS), exponent)
+
+
+@dataclass
+class Schedule:
+    """The frequencies of some sites at every length.
+
+    Attributes:
+        name: tells it from the other schedules of the model.
+        base: [F] float64, frequencies of the rotary module: those for short text.
+        spectrum: what the method stretches, at scale 1.
+        changes: scale s [...] -> inv_freq [..., F] float64, attention scaling and logit scale (numbers or [...]).
+        scaling: attention scaling of the rotary module.
+        trained_length: N, where the scale starts to grow.
+        switch_length: up to which length `base` is in force: N, or less where the checkpoint itself switches before.
+        limit: largest scale, infinite for none.
+        scales_logits: whether a logit scale other than 1 ever occurs.
+    """
+
+    name: str
+    base: Tensor
+    spectrum: Spectrum
+    changes: Any
+    scaling: float
+    trained_length: float
+    switch_length: int
+    limit: float
+    scales_logits: bool
+
+    def scale(self, lengths: Tensor) -> Tensor:
+        """s = max(1, l / N) in steps, at most the limit: float64, of the shape of `lengths`."""
+        return stepped((lengths.double() / self.trained_length).clamp(min=1)).clamp(max=self.limit)
+
+    def level(self, lengths: Tensor) -> Tensor:
+        """A number that two lengths share exactly if the same frequencies are in force, 0 for those of short text."""
+        return torch.where(lengths > self.switch_length, self.scale(lengths), 0.0)
+
+    def differences(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is added to the module's frequencies [..., F], multiplied to q.k of rotated channels and to all logits.
+
+        Lengths of at most `switch_length` get 0, 1 and 1 exactly.
+        """
+        self.follow(lengths.device)
+        scale = self.scale(lengths)
+        grown = scale > 1
+        inv_freq, scaling, logit_scale = self.changes(scale)
+        inv_freq = torch.where(grown[..., None], inv_freq, self.spectrum.inv_freq)
+        difference = torch.where((lengths > self.switch_length)[..., None], inv_freq - self.base, 0.0)
+        ratio = torch.where(grown, torch.as_tensor(scaling, device=scale.device) / self.scaling, 1.0)
+        logit = torch.where(grown, torch.as_tensor(logit_scale, device=scale.device), 1.0)
+        return difference.float(), ratio.square().float(), logit.float()
+
+    def follow(self, device: torch.device) -> None:
+        """Moves the constants to where the model is, once."""
+        if self.base.device != device:
+            self.base = self.base.to(device)
+            self.spectrum = replace(self.spectrum, inv_freq=self.spectrum.inv_freq.to(device))
+            self.changes.to(device)

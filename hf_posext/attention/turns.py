@@ -1,0 +1,221 @@
+"""Exact length-dependent scaling: keys are cached as the unpatched model rotates them, and turned on as they are read.
+
+The rotary modules keep the frequencies for short text. As attention is entered, queries and keys are turned by what the
+frequencies for the present length differ from these. A cached key is therefore rounded once when it is rotated and once
+when it is read, whatever the number of steps; nothing in the cache depends on the length; and up to N tokens nothing is
+turned, or turned by angle 0, which gives back every bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posext.attention import blocks, interface
+from hf_posext.attention.layout import Layout
+from hf_posext.attention.present import Present
+from hf_posext.attention.schedule import Schedule
+from hf_posext.attention.turning import turn
+from hf_posext.errors import PatchError
+
+if TYPE_CHECKING:
+    from hf_posext.attention.scaling import Dynamics
+
+KEYWORD = "posext_scaling"
+
+
+@dataclass
+class Forward:
+    """One forward of a model: where its tokens stand, and what follows from it, each made when first asked for.
+
+    It travels with the keyword arguments of the layers, so that a layer that gradient checkpointing runs again sees the
+    lengths of its own forward and not of a later one.
+    """
+
+    now: Present
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def differences(self, schedule: Schedule, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """`Schedule.differences` for each token [B or 1, L, ...], or for each row as a whole [B or 1, 1, ...]."""
+        name = f"differences {schedule.name} {whole}"
+        if name not in self.made:
+            lengths = self.now.row_lengths()[:, None] if whole else self.now.token_lengths()
+            self.made[name] = schedule.differences(lengths)
+        return self.made[name]
+
+    def runs(self, schedule: Schedule) -> list[tuple[int, int, bool]]:
+        """Blocks of tokens that share a scale."""
+        name = f"runs {schedule.name}"
+        if name not in self.made:
+            self.made[name] = blocks.runs(schedule.level(self.now.token_lengths()))
+        return self.made[name]
+
+    def past(self) -> int:
+        """Tokens that the cache held before, as a number of the host."""
+        if "past" not in self.made:
+            self.made["past"] = int(self.now.past)
+        return self.made["past"]
+
+    def query_table(self, schedule: Schedule, layout: Layout, whole: bool) -> tuple[Tensor, Tensor]:
+        """cos and sin for the new queries, [B, 1, L, P], with the temperature of rotated channels, of both q and k."""
+        name = f"queries {schedule.name} {layout.name} {whole}"
+        if name not in self.made:
+            difference, ratio, _ = self.differences(schedule, whole)
+            cosine, sine = table(self.now.positions, difference, layout)
+            self.made[name] = cosine * ratio[:, None, :, None], sine * ratio[:, None, :, None]
+        return self.made[name]
+
+    def key_table(
+        self, schedule: Schedule, layout: Layout, keys: int, seen: int, whole: bool, at: int
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin for the first `seen` of the last S keys as the token `at` reads them, [B, 1, seen, P]."""
+        name = f"keys {schedule.name} {layout.name} {keys} {seen} {whole} {at}"
+        if name not in self.made:
+            difference = self.differences(schedule, whole)[0][:, at, None]
+            self.made[name] = table(self.key_positions(keys)[..., :seen], difference, layout)
+        return self.made[name]
+
+    def key_positions(self, keys: int) -> Tensor:
+        """`Present.key_positions`."""
+        name = f"positions {keys}"
+        if name not in self.made:
+            self.made[name] = self.now.key_positions(keys)
+        return self.made[name]
+
+    def room(self, states: Tensor, use: str) -> Tensor | None:
+        """Memory for turned states, the same for every layer; None where gradients or a compiler want an expression."""
+        if is_expression(states):
+            return None
+        name = f"{use} {tuple(states.shape)} {states.dtype} {states.device}"
+        if name not in self.made:
+            self.made[name] = torch.empty_like(states, memory_format=torch.contiguous_format)
+        return self.made[name]
+
+
+def is_expression(states: Tensor) -> bool:
+    """Whether what is made of states must be differentiable or traceable."""
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and states.requires_grad)
+
+
+def table(positions: Tensor, difference: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency difference.
+
+    Args:
+        positions: [A, B or 1, S].
+        difference: [B or 1, S or 1, F] float32, radians per token.
+        layout: which frequency and which axis each of P pairs takes.
+
+    Returns:
+        Two tensors [B or 1, 1, S, P] float32.
+    """
+    if layout.frequencies is not None:
+        difference = difference.index_select(-1, layout.frequencies.to(difference.device))
+    if layout.axes is None or len(positions) == 1:
+        places = positions[0, :, :, None]
+    else:
+        places = positions[layout.axes].permute(1, 2, 0)
+    angles = places.float() * difference
+    return angles.cos()[:, None], angles.sin()[:, None]
+
+
+@dataclass
+class Turning:
+    """What one attention module does with its queries and keys: the adapter that `interface` looks for."""
+
+    eager: interface.Attention | None
+    layout: Layout
+    schedule: Schedule
+    is_causal: bool
+    dynamics: Dynamics
+
+    def attend(
+        self,
+        attention: interface.Attention,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention in which each query meets the keys at the scale of its own length."""
+        forward: Forward | None = options.pop(KEYWORD, None) or self.dynamics.forward
+        if forward is None:
+            raise PatchError(
+                "An attention layer with dynamic scaling ran outside of the forward of its model. Call the model, not "
+                "its layers; if this is gradient checkpointing, train without it or patch with dynamic=False."
+            )
+        length, keys = query.shape[2], key.shape[2]
+        compiling = torch.compiler.is_compiling()
+        if self.is_causal and not compiling and (length > 1 or query.device.type == "cpu"):
+            runs = forward.runs(self.schedule)
+            if len(runs) == 1 and runs[0][2]:
+                return attention(module, query, key, value, mask, **options)
+        if length == 1 or not self.is_causal:
+            whole = not self.is_causal
+            turned, near = self.turned_queries(forward, query, whole), self.turned_keys(forward, key, keys, 0, whole)
+            return attention(module, turned, near, value, mask, **options)
+        if compiling:
+            return self.attend_compiled(forward, attention, module, query, key, value, mask, options)
+        turned = self.turned_queries(forward, query, False)
+        parts = []
+        for begin, end, is_short in runs:
+            seen = min(forward.past(), keys - length) + end if mask is None else keys
+            near = key[:, :, :seen]
+            part_mask = mask
+            if mask is None:
+                part_mask = blocks.causal_unless_plain(end - begin, seen, key.device)
+            elif end - begin < length:
+                part_mask = blocks.rows(mask, begin, end)
+            part_key = near if is_short else self.turned_keys(forward, near, keys, begin)
+            parts.append(
+                attention(module, turned[:, :, begin:end], part_key, value[:, :, :seen], part_mask, **options)
+            )
+        return blocks.joined(parts, keys)
+
+    def attend_compiled(
+        self,
+        forward: Forward,
+        attention: interface.Attention,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend` of several queries without a branch on values: keys are turned for each query, in L times the memory.
+
+        Long prompts are better read before the model is compiled; a compiled step of generation has one query.
+        """
+        length, keys = query.shape[2], key.shape[2]
+        difference = forward.differences(self.schedule, False)[0]  # [B or 1, L, F]
+        places = forward.key_positions(keys)  # [A, B or 1, S]
+        batch = max(len(difference), places.shape[1])
+        difference = difference.expand(batch, -1, -1).flatten(0, 1)[:, None]
+        places = places.expand(-1, batch, -1).repeat_interleave(length, dim=1)
+        cosine, sine = table(places, difference, self.layout)
+        many = key.shape[0] // batch  # one row of positions may stand for all rows of the batch
+        turned = turn(blocks.as_rows(key, length), cosine.repeat(many, 1, 1, 1), sine.repeat(many, 1, 1, 1), self.layout)
+        if mask is None:
+            mask = blocks.causal(length, keys, key.device)
+        query = self.turned_queries(forward, query, False)
+        return blocks.each_query_alone(attention, module, query, turned, value, mask, options)
+
+    def turned_queries(self, forward: Forward, query: Tensor, whole: bool) -> Tensor:
+        """Queries at the scale of their own length, or of their row's, with the temperature that goes with it."""
+        cosine, sine = forward.query_table(self.schedule, self.layout, whole)
+        cosine, sine = cosine.to(query.device), sine.to(query.device)
+        if not self.schedule.scales_logits:
+            return turn(query, cosine, sine, self.layout, forward.room(query, "queries"))
+        logit = forward.differences(self.schedule, whole)[2].to(query.device)[:, None, :, None]
+        exact = query.float() * logit  # channels without rotation too, rounded once together with the turn
+        return turn(exact, cosine, sine, self.layout, forward.room(exact, "queries")).to(query.dtype)
+
+    def turned_keys(self, forward: Forward, key: Tensor, keys: int, at: int, whole: bool = False) -> Tensor:
+        """The first of the last `keys` keys as the token `at` reads them."""
+        cosine, sine = forward.key_table(self.schedule, self.layout, keys, key.shape[2], whole, at)
+        return turn(key, cosine.to(key.device), sine.to(key.device), self.layout, forward.room(key, "keys"))

@@ -1,0 +1,167 @@
+"""The channel layout of each attention module of a model, found by watching it rotate.
+
+The model runs twice on a few tokens with an attention that answers zeros, so that every layer sees the same hidden
+states both times: once with all frequencies zero, once with chosen ones. What changed between the two is the rotation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posext import mechanisms
+from hf_posext.attention import interface
+from hf_posext.attention.layout import Layout, LayoutError, fit
+from hf_posext.attention.turning import turn
+from hf_posext.attention.turns import KEYWORD
+from hf_posext.compat import rope_block
+from hf_posext.contract import RotaryChange, Site
+from hf_posext.errors import PatchError
+
+TOKENS = 24
+TOLERANCE = 0.02  # of a head's norm: above bf16 rounding, far below a layout that is wrong
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One head of an attention module as it was handed to the attention function."""
+
+    query: Tensor
+    key: Tensor
+    by_keyword: bool
+
+
+def find_layouts(owner: PreTrainedModel, sites: list[Site]) -> tuple[dict[nn.Module, tuple[Site, Layout]], bool]:
+    """The layout of every attention module that rotates by one of the sites, and whether keywords reach them all.
+
+    Raises:
+        PatchError: none is reached through the registry, or what one does is not a rotation of channel pairs.
+    """
+    chosen = [chosen_frequencies(site, place / len(sites)) for place, site in enumerate(sites)]
+    still = watch(owner, sites, [torch.zeros_like(each) for each in chosen])
+    turned = watch(owner, sites, chosen)
+    found: dict[nn.Module, tuple[Site, Layout]] = {}
+    known: list[Layout] = []
+    for module, before in still.items():
+        after = turned[module]
+        if torch.equal(before.key, after.key) and torch.equal(before.query, after.query):
+            continue
+        inside = [index for index, site in enumerate(sites) if any(part is site.module for part in module.modules())]
+        for index in inside or range(len(sites)):
+            layout = layout_of(module, before, after, angles_of(owner, chosen[index]), known, last=index == (inside or [len(sites) - 1])[-1])
+            if layout is not None:
+                found[module] = sites[index], layout
+                break
+    if not found:
+        raise PatchError(
+            f"No attention of {type(owner).__name__} that rotates goes through transformers' attention registry, which "
+            "is where a factor that follows the length acts. Patch with dynamic=False, for the longest text that you "
+            "will read."
+        )
+    return found, all(still[module].by_keyword for module in found)
+
+
+def chosen_frequencies(site: Site, share: float) -> Tensor:
+    """Frequencies, [F] float64 between 0 and pi, that tell channels and sites apart within a few tokens."""
+    count = mechanisms.read(site, 1).inv_freq.numel()
+    return math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count * (1 - 0.3 * share)
+
+
+def places_of(owner: PreTrainedModel) -> Tensor:
+    """Positions of the tokens of a watched run, [A, T]: one axis, or three that differ where the model has sections."""
+    axis = torch.arange(TOKENS)
+    block = rope_block(owner.config.get_text_config(), "") or {}
+    if "mrope_section" not in block:
+        return axis[None]
+    return torch.stack((axis, (5 * axis + 3) % TOKENS, (7 * axis + 1) % TOKENS))
+
+
+def angles_of(owner: PreTrainedModel, inv_freq: Tensor) -> Tensor:
+    """Angles of a watched run, [A, T, F] float64."""
+    return places_of(owner).double()[:, :, None] * inv_freq
+
+
+def watch(owner: PreTrainedModel, sites: list[Site], spectra: list[Tensor]) -> dict[nn.Module, Heads]:
+    """What reaches the attention function of each module when the sites have given frequencies.
+
+    Raises:
+        PatchError: the model cannot run on token ids alone.
+    """
+    heads: dict[nn.Module, Heads] = {}
+
+    def watcher(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if module not in heads and query.shape[2] == key.shape[2] == TOKENS:
+            heads[module] = Heads(query[0, 0].clone(), key[0, 0].clone(), KEYWORD in options)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    for site, inv_freq in zip(sites, spectra, strict=True):
+        scaling = mechanisms.read(site, 1).attention_scaling
+        mechanisms.write(site, RotaryChange(inv_freq, scaling), TOKENS)
+    parameters = inspect.signature(owner.forward).parameters
+    device = next(owner.parameters()).device
+    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    places = places_of(owner)
+    if len(places) > 1:
+        inputs["position_ids"] = places[:, None].to(device)
+    inputs = {name: value for name, value in inputs.items() if name in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        inputs[KEYWORD] = None
+    every_gpu = range(torch.cuda.device_count())
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), interface.watching(watcher):
+            torch.manual_seed(0)  # dropout of a model in training mode is the same in both runs
+            owner(**inputs)
+    except Exception as error:  # whatever a foreign forward raises
+        raise PatchError(
+            f"{type(owner).__name__} could not be run on a few token ids to see how it rotates "
+            f"({type(error).__name__}: {error}). Patch with dynamic=False, or after the weights are loaded."
+        ) from error
+    return heads
+
+
+def layout_of(
+    module: nn.Module, before: Heads, after: Heads, angles: Tensor, known: list[Layout], *, last: bool
+) -> Layout | None:
+    """The layout that explains what was seen of a module, one that is known already if possible.
+
+    Raises:
+        PatchError: nothing does, and this was the last site that might.
+    """
+    for layout in known:
+        if explains(layout, before, after, angles):
+            return layout
+    try:
+        layout = fit(str(len(known)), before.key, after.key, angles)
+        if layout is not None and explains(layout, before, after, angles):
+            known.append(layout)
+            return layout
+        reason = "its queries and keys do not rotate alike"
+    except LayoutError as error:
+        reason = str(error)
+    if last:
+        raise PatchError(f"{type(module).__name__} cannot follow the length of the text: {reason}.")
+    return None
+
+
+def explains(layout: Layout, before: Heads, after: Heads, angles: Tensor) -> bool:
+    """Whether a layout turns both queries and keys of one run into those of the other."""
+    if layout.width != before.key.shape[-1]:
+        return False
+    pairs = angles.shape[-1] if layout.frequencies is None else len(layout.frequencies)
+    order = torch.arange(pairs) if layout.frequencies is None else layout.frequencies
+    if int(order.max()) >= angles.shape[-1]:
+        return False
+    axes = torch.zeros(pairs, dtype=torch.int64) if layout.axes is None else layout.axes
+    turns = angles[axes, :, order].T.float()[None, None]
+    for still, turned in ((before.query, after.query), (before.key, after.key)):
+        expected = turn(still.float().cpu()[None, None], turns.cos(), turns.sin(), layout)
+        if (expected[0, 0] - turned.float().cpu()).norm() > TOLERANCE * turned.float().norm():
+            return False
+    return True
