@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_posext.errors import NoSiteError, PatchError
     from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
+    from hf_posext.freezing import fixed_length, scale_for
     from hf_posext.inspection import PositionReport, inspect_model, list_methods
     from hf_posext.loading import export_config, load_pretrained
     from hf_posext.patching import patch_model, patched, suspended, unpatch_model
@@ -22,6 +23,7 @@ _WHERE = {
     "PerplexityReport": "evaluation.perplexity",
     "PositionReport": "inspection",
     "export_config": "loading",
+    "fixed_length": "freezing",
     "inspect_model": "inspection",
     "list_methods": "inspection",
     "load_pretrained": "loading",
@@ -29,6 +31,7 @@ _WHERE = {
     "patched": "patching",
     "perplexity": "evaluation.perplexity",
     "record_of": "records",
+    "scale_for": "freezing",
     "suspended": "patching",
     "unpatch_model": "patching",
     "write_record": "records",
@@ -41,6 +44,7 @@ __all__ = [
     "PerplexityReport",
     "PositionReport",
     "export_config",
+    "fixed_length",
     "inspect_model",
     "list_methods",
     "load_pretrained",
@@ -48,6 +52,7 @@ __all__ = [
     "patched",
     "perplexity",
     "record_of",
+    "scale_for",
     "suspended",
     "unpatch_model",
     "write_record",

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from hf_posext.errors import unknown
 
 LAYERS = ("full", "all")
+SCALES = ("live", "frozen")
 
 
 def as_float(value: Real) -> float:

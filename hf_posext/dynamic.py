@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from hf_posext.configs import config_parts
 from hf_posext.contract import RotaryChange, Site, Spectrum
 from hf_posext.errors import PatchError
 from hf_posext.layouts import find_layouts
-from hf_posext.mechanisms._scope import scoped_modules
 from hf_posext.mechanisms import logits
+from hf_posext.mechanisms._scope import scoped_modules
 from hf_posext.planning import Plan
 
 CHECKED_SCALE = 3.0
@@ -88,20 +87,25 @@ def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
         for site in mine:
             schedule = schedules[str(site)]  # frequencies for short text, where no cast or loading can replace them
             mechanisms.write(site, RotaryChange(schedule.base, schedule.scaling), plan.target_length)
-        dynamics = Dynamics(configs, tuple(inspect.signature(owner.forward).parameters), by_keyword)
+        here = {str(site): schedules[str(site)] for site in mine}
+        dynamics = Dynamics(configs, here, tuple(inspect.signature(owner.forward).parameters), by_keyword)
         attach(
             owner,
             dynamics,
             {
                 module: Turning(
-                    interface.eager_of(module), layout, schedules[str(site)], bool(getattr(module, "is_causal", True)), dynamics
+                    interface.eager_of(module),
+                    layout,
+                    schedules[str(site)],
+                    bool(getattr(module, "is_causal", True)),
+                    dynamics,
                 )
                 for module, (site, layout) in layouts.items()
             },
         )
 
 
-def run_fixed(model: nn.Module, plan: Plan, sites: list[Site], depth: str) -> Tensor | None:
+def run_fixed(model: nn.Module, plan: Plan, sites: list[Site], depth: str, reach: int) -> Tensor | None:
     """What comes out of the model where the whole method is in force with a fixed factor, the `checked_scale`."""
     scale = checked_scale(plan)
     held = [mechanisms.holder_of(site.module) is not None for site in sites]
@@ -114,7 +118,7 @@ def run_fixed(model: nn.Module, plan: Plan, sites: list[Site], depth: str) -> Te
             mechanisms.write(site, change, plan.trained_length)
         if float(changes[0].logit_scale) != 1:
             logits.write(model, sites, float(changes[0].logit_scale))
-        return probe.run(model, sites, depth, short_reach(plan))
+        return probe.run(model, sites, depth, reach)
     finally:
         logits.restore(model)
         for site, spectrum, was_held in zip(sites, plan.spectra, held, strict=True):
@@ -130,7 +134,9 @@ def checked_scale(plan: Plan) -> float:
     return min(CHECKED_SCALE, plan.factor) if plan.method.is_bounded else CHECKED_SCALE
 
 
-def check(model: nn.Module, plan: Plan, sites: list[Site], depth: str, short: Tensor | None, long: Tensor | None) -> None:
+def check(
+    model: nn.Module, plan: Plan, sites: list[Site], depth: str, short: Tensor | None, long: Tensor | None
+) -> None:
     """Demands that short text is untouched and that text at some scale is read as with that factor fixed.
 
     Args:
@@ -150,8 +156,10 @@ def check(model: nn.Module, plan: Plan, sites: list[Site], depth: str, short: Te
         return
     reach = min(each.schedule.switch_length for each in turnings(model))
     now = probe.run(model, sites, depth, reach)
-    if now is None or not torch.equal(now, short):
-        raise PatchError(f"Short text is not read as before by {type(model).__name__}: dynamic scaling would change it.")
+    if now is None or (keeps_short(plan) and not torch.equal(now, short)):
+        raise PatchError(
+            f"Short text is not read as before by {type(model).__name__}: dynamic scaling would change it."
+        )
     with at_scale(model, checked_scale(plan)):
         now = probe.run(model, sites, depth, reach)
     effect = float((long - short).abs().max())
@@ -161,6 +169,17 @@ def check(model: nn.Module, plan: Plan, sites: list[Site], depth: str, short: Te
             f"{type(model).__name__} with a factor that follows the length does not compute what it computes with the "
             "same factor fixed: something other than its attention uses the rotation. Patch with dynamic=False."
         )
+
+
+def keeps_short(plan: Plan) -> bool:
+    """Whether the method leaves text of at most N tokens as it is; a list for short text is meant to change it."""
+    if not plan.method.follows_length(plan.options):
+        return True
+    at_n = [
+        plan.method.change(site.mechanism, spectrum, 1.0, plan.factor, plan.options)
+        for site, spectrum in zip(plan.sites, plan.spectra, strict=True)
+    ]
+    return all(change.is_identity(spectrum) for change, spectrum in zip(at_n, plan.spectra, strict=True))
 
 
 @contextmanager
@@ -173,8 +192,8 @@ def at_scale(model: nn.Module, scale: float) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, (each.trained_length, each.switch_length, each.limit) in zip(schedules, kept, strict=True):
-            pass
+        for each, values in zip(schedules, kept, strict=True):
+            each.trained_length, each.switch_length, each.limit = values
 
 
 def is_same(schedule: Schedule, site: Site, spectrum: Spectrum) -> bool:

@@ -54,7 +54,14 @@ def find_layouts(owner: PreTrainedModel, sites: list[Site]) -> tuple[dict[nn.Mod
             continue
         inside = [index for index, site in enumerate(sites) if any(part is site.module for part in module.modules())]
         for index in inside or range(len(sites)):
-            layout = layout_of(module, before, after, angles_of(owner, chosen[index]), known, last=index == (inside or [len(sites) - 1])[-1])
+            layout = layout_of(
+                module,
+                before,
+                after,
+                angles_of(owner, chosen[index]),
+                known,
+                last=index == (inside or [len(sites) - 1])[-1],
+            )
             if layout is not None:
                 found[module] = sites[index], layout
                 break
@@ -134,9 +141,9 @@ def layout_of(
     Raises:
         PatchError: nothing does, and this was the last site that might.
     """
-    for layout in known:
-        if explains(layout, before, after, angles):
-            return layout
+    for each in known:
+        if explains(each, before, after, angles):
+            return each
     try:
         layout = fit(str(len(known)), before.key, after.key, angles)
         if layout is not None and explains(layout, before, after, angles):

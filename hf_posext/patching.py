@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +12,12 @@ import torch
 from torch import nn
 
 from hf_posext import dynamic as dynamics
-from hf_posext import mechanisms, native, probe
+from hf_posext import mechanisms, probe, static
 from hf_posext.attention import scaling
 from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
-from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.contract import Site
 from hf_posext.errors import PatchError
+from hf_posext.freezing import FrozenGenerate
 from hf_posext.lengths import length_fields, original_length
 from hf_posext.mechanisms import logits
 from hf_posext.planning import Plan, make_plan
@@ -43,6 +43,7 @@ def patch_model(
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     dynamic: bool = False,
+    scale: str = "live",
     layers: str = "full",
     tokenizer: Any = None,
     compose: bool = False,
@@ -59,6 +60,7 @@ def patch_model(
         dynamic: the factor follows the length l of each row, s = max(1, l / N) up to `factor`: text of at most N tokens
             is read as by the unpatched model, to the last bit, and decoding with a cache equals one full pass. Some
             methods are dynamic by nature (`dynamic_ntk`, `longrope` with two lists).
+        scale: with `dynamic`, "live" or "frozen": one scale for a call of `generate`, that of prompt and new tokens.
         layers: "full" leaves the layers with a sliding window alone, "all" stretches both kinds.
         tokenizer: its `model_max_length` is raised to T.
         compose: patch on top of a patch; without it a patched model is refused.
@@ -76,7 +78,9 @@ def patch_model(
         raise TypeError(f"`dynamic` must be True or False, got {dynamic!r}.")
     ensure_adopted(model)
     earlier = record_of(model)
-    plan = make_plan(model, method, factor, target_length, original_max_position_embeddings, layers, options, dynamic)
+    plan = make_plan(
+        model, method, factor, target_length, original_max_position_embeddings, layers, options, dynamic, scale
+    )
     if earlier is not None and not compose:
         raise PatchError(
             f"The model is already patched: {earlier.describe()}. Call `unpatch_model` first, or give compose=True to "
@@ -146,7 +150,7 @@ def apply(model: nn.Module, plan: Plan) -> None:
         try:
             baseline = probe.run(model, plan.sites, depth, reach) if plan.is_active else None
             sites = [site for site in mechanisms.find_sites(model) if str(site) in plan.names]
-            fixed = dynamics.run_fixed(model, plan, sites, depth) if plan.dynamic and plan.is_active else None
+            fixed = dynamics.run_fixed(model, plan, sites, depth, reach) if plan.dynamic and plan.is_active else None
             write(model, sites, plan, earlier)
             if plan.is_active and plan.dynamic:
                 dynamics.check(model, plan, sites, depth, baseline, fixed)
@@ -177,8 +181,10 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
     elif plan.dynamic:
         native_kind = None
         dynamics.install(model, plan, sites)
+        if plan.scale == "frozen":
+            root.__dict__["generate"] = FrozenGenerate(root)
     else:
-        native_kind = write_fixed(model, sites, plan, undo, first)
+        native_kind = static.write(model, plan, sites, undo, first)
     record = PatchRecord(
         method=plan.method.name,
         options=plan.options,
@@ -189,6 +195,7 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         total_factor=plan.target_length / first,
         layers=plan.layers,
         dynamic=plan.dynamic,
+        scale=plan.scale,
         sites=[str(site) for site in sites],
         native=native_kind if earlier is None or earlier.native else None,
         before=before,
@@ -198,59 +205,12 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
     undo.set(root.config, **{CONFIG_FIELD: record.to_dict()})
 
 
-def write_fixed(model: nn.Module, sites: list[Site], plan: Plan, undo: ConfigUndo, first: int) -> str | None:
-    """Writes a factor that does not follow the length into sites, softmax scaling and `rope_parameters`.
-
-    Returns:
-        In what words plain transformers loads it, as `PatchRecord.native`.
-    """
-    scale = float(plan.changes[0].logit_scale)
-    if scale != 1:
-        logits.write(model, sites, scale)
-    stretch = native.Stretch(plan.method.name, plan.options, plan.target_length / first, first, plan.target_length)
-    kind = export(model, undo, *plan.active_spectra(sites), stretch)
-    for site, change in zip(*plan.active(sites), strict=True):
-        mechanisms.write(site, change, plan.target_length)
-    return kind
-
-
-def export(
-    model: nn.Module,
-    undo: ConfigUndo,
-    sites: list[Site],
-    spectra: list[Spectrum],
-    changes: list[RotaryChange],
-    stretch: native.Stretch,
-) -> str | None:
-    """Writes the patch into `rope_parameters` of every text config, or of none if one of them cannot say it.
-
-    Returns:
-        In what words, None where it cannot be said.
-    """
-    exported = {}
-    for kind in {type(site.config) for site in sites}:
-        mine = [index for index, site in enumerate(sites) if type(site.config) is kind]
-        exported[kind] = native.export(
-            sites[mine[0]].config,
-            [sites[index] for index in mine],
-            [spectra[index] for index in mine],
-            [changes[index] for index in mine],
-            stretch,
-        )
-    if any(each is None for each in exported.values()):
-        return None
-    for config in config_parts(model):
-        words = exported.get(type(config))
-        if words is not None and words.rope_parameters is not None:
-            undo.set(config, rope_parameters=copy.deepcopy(words.rope_parameters))
-    return next(each.kind for each in exported.values() if each is not None)
-
-
 def remove(model: nn.Module) -> None:
     """Gives sites, softmax scaling and config fields back what they were; nothing to do on an unpatched model."""
     state = mechanisms.root_model(model).__dict__.pop(STATE, None)
     if state is not None:
         scaling.detach(model)
+        mechanisms.root_model(model).__dict__.pop("generate", None)
         state.configs.give_back()  # first, since a module that was patched on meta is restored from its config
     for site in mechanisms.find_sites(model):
         mechanisms.restore(site)
@@ -260,12 +220,8 @@ def remove(model: nn.Module) -> None:
 def replay(model: nn.Module, record: PatchRecord, tokenizers: Iterable[tuple[Any, Any]] = ()) -> None:
     """Patches an unpatched model as a record says, step by step; `tokenizers` are those that unpatching gives back."""
     for step in record.steps():
-        apply(
-            model,
-            make_plan(
-                model, step.method, step.factor, None, step.trained_length, step.layers, step.options, step.dynamic
-            ),
-        )
+        how = step.layers, step.options, step.dynamic, step.scale
+        apply(model, make_plan(model, step.method, step.factor, None, step.trained_length, *how))
     state_of(model).tokenizers = list(tokenizers)
 
 

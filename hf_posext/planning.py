@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_posext import mechanisms
-from hf_posext.arguments import LAYERS, check_choice, check_length, resolve_factor
+from hf_posext.arguments import LAYERS, SCALES, check_choice, check_length, resolve_factor
 from hf_posext.contract import RotaryChange, Site, Spectrum
 from hf_posext.errors import NoSiteError, PatchError, quoted
 from hf_posext.lengths import trained_length
@@ -30,6 +30,7 @@ class Plan:
     target_length: int
     layers: str
     dynamic: bool
+    scale: str
     sites: list[Site]
     spectra: list[Spectrum]
     changes: list[RotaryChange]
@@ -68,6 +69,7 @@ def make_plan(
     layers: str,
     options: dict[str, Any],
     dynamic: bool = False,
+    scaling: str = "live",
 ) -> Plan:
     """Validates all arguments and computes every change; nothing of the model is touched.
 
@@ -76,6 +78,7 @@ def make_plan(
     """
     chosen = get_method(method)
     check_choice("layers", layers, LAYERS)
+    check_choice("scale", scaling, SCALES)
     root = mechanisms.root_model(model)
     sites = sites_for(model, chosen, layers)
     chosen.check_options("rotary", options)
@@ -90,7 +93,11 @@ def make_plan(
     spectra = [mechanisms.read(site, length) for site in sites]
     changes = [change_of(chosen, site, spectrum, scale, options) for site, spectrum in zip(sites, spectra, strict=True)]
     follows = dynamic or chosen.follows_length(options)
-    return Plan(chosen, options, scale, length, target, layers, follows, sites, spectra, changes)
+    if scaling != "live" and not follows:
+        raise ValueError(
+            f"`scale`={scaling!r} has a meaning only for a factor that follows the length. Give dynamic=True too."
+        )
+    return Plan(chosen, options, scale, length, target, layers, follows, scaling, sites, spectra, changes)
 
 
 def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:

@@ -33,6 +33,7 @@ class PatchRecord:
         total_factor: T over the very first N.
         layers: "full" or "all".
         dynamic: whether the factor follows the length of the text, up to `factor`.
+        scale: "live", or "frozen" for the length of a call of `generate`.
         sites: paths of the changed modules.
         native: what lets plain transformers load it: a `rope_type`, "weights" (it is in the state dict), "unchanged",
             or None where only `load_pretrained` can.
@@ -55,6 +56,7 @@ class PatchRecord:
     before: dict[str, dict[str, Any]]
     previous: list[dict[str, Any]] = field(default_factory=list)
     dynamic: bool = False
+    scale: str = "live"
     schema: int = SCHEMA
     version: str = ""
 

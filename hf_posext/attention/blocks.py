@@ -6,11 +6,13 @@ have it, every layer above the first would depend on later tokens, and no cache 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posext.attention.interface import Attention
 
@@ -24,7 +26,7 @@ def runs(levels: Tensor) -> list[tuple[int, int, bool]]:
     changes = (levels[:, 1:] != levels[:, :-1]).any(0)
     edges = [0, *(changes.nonzero().flatten() + 1).tolist(), levels.shape[1]]
     still = (levels == 0).all(0).tolist()
-    return [(begin, end, still[begin]) for begin, end in zip(edges, edges[1:], strict=False)]
+    return [(begin, end, still[begin]) for begin, end in pairwise(edges)]
 
 
 def rows(mask: Any, begin: int, end: int) -> Any:
@@ -42,6 +44,29 @@ def causal(queries: int, keys: int, device: torch.device) -> Tensor:
 def causal_unless_plain(queries: int, keys: int, device: torch.device) -> Tensor | None:
     """`causal`, or None where attention functions take a missing mask for the same: square, or a single query."""
     return None if queries in (1, keys) else causal(queries, keys, device)
+
+
+def attend_block(
+    attention: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`attention` of one block.
+
+    transformers copies grouped keys for every head of queries when there is a mask, here for every block again. On CPU
+    torch needs no copies.
+    """
+    plain = not any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
+    if attention is not sdpa_attention_forward or key.device.type != "cpu" or not plain or mask is None:
+        return attention(module, query, key, value, mask, **options)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
 
 
 def as_rows(states: Tensor, queries: int) -> Tensor:
@@ -78,6 +103,7 @@ def joined(parts: list[tuple[Tensor, Tensor | None]], keys: int) -> tuple[Tensor
     if len(parts) == 1:
         return parts[0]
     output = torch.cat([part for part, _ in parts], dim=1)
-    if any(weights is None for _, weights in parts):
+    weights = [part for _, part in parts if part is not None]
+    if len(weights) < len(parts):
         return output, None
-    return output, torch.cat([pad(weights, (0, keys - weights.shape[-1])) for _, weights in parts], dim=2)
+    return output, torch.cat([pad(part, (0, keys - part.shape[-1])) for part in weights], dim=2)

@@ -29,9 +29,16 @@ class Adapter(Protocol):
     """The eager attention function of the file that defines the module, which no registry lists."""
 
     def attend(
-        self, attention: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
+        self,
+        attention: Attention,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """What `attention` answers, [B, L, H, D] and weights or None, for queries [B, H, L, D] and keys [B, G, S, D]."""
+        """What `attention` answers, [B, L, H, D] and weights or None; queries [B, H, L, D], keys [B, G, S, D]."""
 
 
 _watchers: list[Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]] = []
@@ -102,7 +109,7 @@ def give_back(configs: Iterable[PreTrainedConfig]) -> None:
 
 @contextmanager
 def watching(watcher: Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]) -> Iterator[None]:
-    """For the length of a block every twin calls `watcher(module, query, key, value, options)` in place of attending."""
+    """For the length of a block twins call `watcher(module, query, key, value, options)` in place of attending."""
     _watchers.append(watcher)
     try:
         yield

@@ -8,6 +8,7 @@ none, and for each channel the partner and the frequency are those that explain 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -111,5 +112,5 @@ def as_slice(channels: list[int]) -> Channels:
     if len(channels) == 1:
         return slice(channels[0], channels[0] + 1)
     step = channels[1] - channels[0]
-    regular = step > 0 and all(b - a == step for a, b in zip(channels, channels[1:], strict=False))
+    regular = step > 0 and all(after - before == step for before, after in pairwise(channels))
     return slice(channels[0], channels[-1] + 1, step) if regular else torch.tensor(channels)

@@ -1,8 +1,8 @@
 """Where the tokens of one forward stand and how long their rows are now, as tensor arithmetic without a host sync.
 
-Nothing is remembered between calls. Positions are those that the model is given; what a cache holds is placed from the
-attention mask and the positions of the new tokens, so a cache may be cropped, reordered or filled by the model before
-it was patched.
+Positions are those that the model is given; what a cache holds is placed from the attention mask and the positions of
+the new tokens, so a cache may be cropped, reordered or filled by the model before it was patched. Only positions with
+several axes (pictures in a text) cannot be told from later ones and are noted beside the cache.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ class Present:
         past: tokens that the cache held before, an int or a 0-dim tensor.
         counted: [B or 1, W] bool, the slots that count towards a position and a length; None where all do.
         by_slot: [B or 1] bool, rows whose positions are slot numbers, padding included; None where all are.
+        cached: [A, B, >= past], positions of the cached tokens where they were noted; None where they follow from the
+            first new one, as those of text do.
+        fixed: [B] int64, lengths at which the rows are read whatever their tokens are; None where these decide.
     """
 
     positions: Tensor
     past: int | Tensor
     counted: Tensor | None
     by_slot: Tensor | None
+    cached: Tensor | None = None
+    fixed: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -48,6 +53,8 @@ class Present:
         Positions that are slot numbers say nothing about padding on the left, so there the unmasked slots are counted.
         Other positions (set for each row, packed documents, gaps) are one less than the length of their piece.
         """
+        if self.fixed is not None:
+            return self.fixed[:, None].expand(-1, self.tokens)
         reach = self.positions.amax(0) + 1
         if self.counted is None or self.by_slot is None:
             return reach
@@ -57,7 +64,7 @@ class Present:
     def row_lengths(self) -> Tensor:
         """[B or 1] int64: tokens of each row, padding on either side left out."""
         lengths = self.token_lengths()
-        if self.counted is not None:
+        if self.counted is not None and self.fixed is None:
             lengths = torch.where(self.at_slots(self.counted, self.slots(self.past, self.tokens)), lengths, 0)
         return lengths.amax(-1)
 
@@ -71,12 +78,18 @@ class Present:
         start = self.total - keys
         start = max(start, 0) if isinstance(start, int) else start.clamp(min=0)
         if isinstance(self.past, int) and keys == self.total:
-            cached = self.positions[..., :1] - self.distance(self.slots(0, self.past))
+            cached = self.cached_positions(self.slots(0, self.past))
             return torch.cat((cached, self.positions.expand(*cached.shape[:2], -1)), dim=-1)
         slots = self.slots(start, keys)
-        cached = self.positions[..., :1] - self.distance(slots)
+        cached = self.cached_positions(slots)
         new = self.positions.index_select(-1, (slots - self.past).clamp(0, self.tokens - 1))
         return torch.where(slots < self.past, cached, new)
+
+    def cached_positions(self, slots: Tensor) -> Tensor:
+        """[A, B or 1, S] int64: positions at some slots before the new tokens."""
+        if self.cached is not None:
+            return self.cached.index_select(-1, slots.clamp(0, self.cached.shape[-1] - 1))
+        return self.positions[..., :1] - self.distance(slots)
 
     def distance(self, slots: Tensor) -> Tensor:
         """[B or 1, S] int64: how far before the first new token the tokens at some slots stand."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_posext.attention import interface
-from hf_posext.attention.present import present
+from hf_posext.attention.growing import let_grow
+from hf_posext.attention.present import Present, present
+from hf_posext.attention.schedule import Schedule
 from hf_posext.attention.turns import KEYWORD, Forward, Turning
 
 OWNER = "_posext_dynamic"
+LEVEL = "_posext_level"
+PLACES = "_posext_positions"
 
 
 @dataclass
@@ -22,15 +26,21 @@ class Dynamics:
 
     Attributes:
         configs: the configs that name its attention implementation.
+        schedules: path of each site -> how it follows the length.
         names: parameters of its forward, in order.
         by_keyword: whether keyword arguments of its forward reach every attention module.
         forward: the forward that runs now, where they do not.
+        fixed: the lengths, [B] int64, at which the rows of a generation are read until it ends; None for live lengths.
+        level: what the rotary modules themselves are set to while one scale is fixed for all rows; None for short text.
     """
 
     configs: list[PreTrainedConfig]
+    schedules: dict[str, Schedule]
     names: tuple[str, ...]
     by_keyword: bool
     forward: Forward | None = None
+    fixed: Tensor | None = None
+    level: float | None = None
 
     def argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Any:
         """The first argument under one of several names that is given and not None."""
@@ -50,28 +60,82 @@ def before_forward(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     states = dynamics.argument(args, kwargs, "input_ids", "decoder_input_ids", "inputs_embeds")
     if states is None:
         return args, kwargs  # the model itself will say what is missing
+    cache = dynamics.argument(args, kwargs, "cache", "past_key_values")
+    cache = getattr(cache, "self_attention_cache", cache)
+    if not torch.compiler.is_compiling():
+        let_grow(cache)
+    check_level(dynamics, cache)
     forward = Forward(
         present(
             dynamics.argument(args, kwargs, "position_ids"),
             dynamics.argument(args, kwargs, "attention_mask"),
-            tokens_in(dynamics.argument(args, kwargs, "cache", "past_key_values")),
+            tokens_in(cache),
             states,
         )
     )
+    forward.now = with_noted_positions(forward.now, cache)
+    if dynamics.fixed is not None:
+        rows = states.shape[0] // len(dynamics.fixed)  # beams of one prompt stand side by side
+        forward.now = replace(forward.now, fixed=dynamics.fixed.to(states.device).repeat_interleave(rows))
+    dynamics.forward = forward
     if dynamics.by_keyword:
         return args, {**kwargs, KEYWORD: forward}
-    dynamics.forward = forward
     return args, kwargs
 
 
 def after_forward(owner: nn.Module, args: Any, output: Any) -> None:
-    """Forgets the forward that ran; a hook of owners whose layers get no keyword arguments."""
-    owner.__dict__[OWNER].forward = None
+    """Forgets the forward that ran, and notes in a cache that it filled at what scale its keys are."""
+    dynamics: Dynamics = owner.__dict__[OWNER]
+    forward, dynamics.forward = dynamics.forward, None
+    cache = getattr(output, "past_key_values", None) or getattr(output, "cache", None)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if cache is None or torch.compiler.is_compiling():
+        return
+    if dynamics.level is not None:
+        cache.__dict__[LEVEL] = dynamics.level
+    if forward is not None and len(forward.now.positions) > 1:
+        cache.__dict__[PLACES] = places_after(forward.now)
+
+
+def with_noted_positions(now: Present, cache: Any) -> Present:
+    """With the positions that were noted beside the cache, where they have several axes."""
+    if cache is None or len(now.positions) == 1 or torch.compiler.is_compiling():
+        return now
+    noted = cache.__dict__.get(PLACES)
+    past = int(now.past)
+    fits = noted is not None and noted.shape[-1] >= past > 0 and noted.shape[1] == now.positions.shape[1]
+    return replace(now, cached=noted[..., :past]) if fits else now
+
+
+def places_after(now: Present) -> Tensor:
+    """[A, B, S]: positions of all tokens that a cache holds after a forward."""
+    past = int(now.past)
+    before = now.cached_positions(now.slots(0, past))
+    return torch.cat((before.expand(*now.positions.shape[:2], -1), now.positions), dim=-1)
+
+
+def check_level(dynamics: Dynamics, cache: Any) -> None:
+    """Refuses a cache whose keys are at another scale than they would be read at.
+
+    Raises:
+        ValueError: with both scales.
+    """
+    if cache is None or torch.compiler.is_compiling():
+        return
+    there = cache.__dict__.get(LEVEL)
+    if there != dynamics.level and (there is not None or int(cache.get_seq_length()) > 0):
+        words = [
+            f"scale {each:g}" if each is not None else "a scale that follows the length"
+            for each in (there, dynamics.level)
+        ]
+        raise ValueError(
+            f"The cache was filled at {words[0]} and would be read at {words[1]}. Start with an empty cache, or patch "
+            'with scale="live", where a cache fits every length.'
+        )
 
 
 def tokens_in(cache: Any) -> int | Tensor:
     """Tokens that a cache holds. Static caches count in a tensor that their layers raise as they go, hence the copy."""
-    cache = getattr(cache, "self_attention_cache", cache)
     if cache is None:
         return 0
     count = cache.get_seq_length()
@@ -84,8 +148,7 @@ def attach(owner: nn.Module, dynamics: Dynamics, turnings: dict[nn.Module, Turni
         module.__dict__[interface.ADAPTER] = turning
     owner.__dict__[OWNER] = dynamics
     owner.register_forward_pre_hook(before_forward, with_kwargs=True)
-    if not dynamics.by_keyword:
-        owner.register_forward_hook(after_forward, always_call=True)
+    owner.register_forward_hook(after_forward, always_call=True)
     interface.choose(dynamics.configs)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Schedule:
         switch_length: up to which length `base` is in force: N, or less where the checkpoint itself switches before.
         limit: largest scale, infinite for none.
         scales_logits: whether a logit scale other than 1 ever occurs.
+        memo: what -> its arguments and value, the last of each kind.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Schedule:
     switch_length: int
     limit: float
     scales_logits: bool
+    memo: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def scale(self, lengths: Tensor) -> Tensor:
         """s = max(1, l / N) in steps, at most the limit: float64, of the shape of `lengths`."""
@@ -56,20 +59,27 @@ class Schedule:
         """A number that two lengths share exactly if the same frequencies are in force, 0 for those of short text."""
         return torch.where(lengths > self.switch_length, self.scale(lengths), 0.0)
 
-    def differences(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is added to the module's frequencies [..., F], multiplied to q.k of rotated channels and to all logits.
+    def changed(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Frequencies in force [..., F], and what cos and sin and all logits are multiplied by: float64.
 
-        Lengths of at most `switch_length` get 0, 1 and 1 exactly.
+        At most `switch_length` tokens have the base, 1 and 1 exactly.
         """
         self.follow(lengths.device)
         scale = self.scale(lengths)
         grown = scale > 1
         inv_freq, scaling, logit_scale = self.changes(scale)
         inv_freq = torch.where(grown[..., None], inv_freq, self.spectrum.inv_freq)
-        difference = torch.where((lengths > self.switch_length)[..., None], inv_freq - self.base, 0.0)
+        inv_freq = torch.where((lengths > self.switch_length)[..., None], inv_freq, self.base)
         ratio = torch.where(grown, torch.as_tensor(scaling, device=scale.device) / self.scaling, 1.0)
-        logit = torch.where(grown, torch.as_tensor(logit_scale, device=scale.device), 1.0)
-        return difference.float(), ratio.square().float(), logit.float()
+        return inv_freq, ratio, torch.where(grown, torch.as_tensor(logit_scale, device=scale.device), 1.0)
+
+    def differences(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is added to the base [..., F], multiplied to q.k of rotated channels, and to all logits: float32.
+
+        At most `switch_length` tokens have 0, 1 and 1 exactly.
+        """
+        inv_freq, ratio, logit_scale = self.changed(lengths)
+        return (inv_freq - self.base).float(), ratio.square().float(), logit_scale.float()
 
     def follow(self, device: torch.device) -> None:
         """Moves the constants to where the model is, once."""
@@ -77,3 +87,12 @@ class Schedule:
             self.base = self.base.to(device)
             self.spectrum = replace(self.spectrum, inv_freq=self.spectrum.inv_freq.to(device))
             self.changes.to(device)
+
+    def remembered(self, kind: str, arguments: Any, make: Callable[[], Any]) -> Any:
+        """The value that `make` gave for the same arguments the last time, or that it gives now.
+
+        Generation asks for the same many times, since a scale holds for a step of many tokens.
+        """
+        if kind not in self.memo or self.memo[kind][0] != arguments:
+            self.memo[kind] = arguments, make()
+        return self.memo[kind][1]

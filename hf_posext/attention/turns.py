@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hf_posext.attention.scaling import Dynamics
 
 KEYWORD = "posext_scaling"
+ROOM = 256  # positions that a table for generation has beyond those asked for
 
 
 @dataclass
@@ -38,12 +39,25 @@ class Forward:
     now: Present
     made: dict[str, Any] = field(default_factory=dict)
 
+    def host_levels(self, schedule: Schedule) -> tuple[float, ...] | None:
+        """Level of each row where there is one new token and numbers can be read without waiting for a device."""
+        name = f"levels {schedule.name}"
+        if name not in self.made:
+            lengths = self.now.token_lengths()
+            readable = lengths.shape[1] == 1 and lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+            self.made[name] = tuple(schedule.level(lengths).flatten().tolist()) if readable else None
+        return self.made[name]
+
     def differences(self, schedule: Schedule, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """`Schedule.differences` for each token [B or 1, L, ...], or for each row as a whole [B or 1, 1, ...]."""
         name = f"differences {schedule.name} {whole}"
         if name not in self.made:
             lengths = self.now.row_lengths()[:, None] if whole else self.now.token_lengths()
-            self.made[name] = schedule.differences(lengths)
+            levels = None if whole else self.host_levels(schedule)
+            if levels is None:
+                self.made[name] = schedule.differences(lengths)
+            else:
+                self.made[name] = schedule.remembered("differences", levels, lambda: schedule.differences(lengths))
         return self.made[name]
 
     def runs(self, schedule: Schedule) -> list[tuple[int, int, bool]]:
@@ -52,6 +66,14 @@ class Forward:
         if name not in self.made:
             self.made[name] = blocks.runs(schedule.level(self.now.token_lengths()))
         return self.made[name]
+
+    def is_short(self, schedule: Schedule) -> bool:
+        """Whether no new token is beyond short text; False where that cannot be read without waiting for a device."""
+        if self.now.tokens > 1:
+            runs = self.runs(schedule)
+            return len(runs) == 1 and runs[0][2]
+        levels = self.host_levels(schedule)
+        return levels is not None and not any(levels)
 
     def past(self) -> int:
         """Tokens that the cache held before, as a number of the host."""
@@ -75,7 +97,12 @@ class Forward:
         name = f"keys {schedule.name} {layout.name} {keys} {seen} {whole} {at}"
         if name not in self.made:
             difference = self.differences(schedule, whole)[0][:, at, None]
-            self.made[name] = table(self.key_positions(keys)[..., :seen], difference, layout)
+            positions = self.key_positions(keys)[..., :seen]
+            levels = None if whole else self.host_levels(schedule)
+            if levels is None:
+                self.made[name] = table(positions, difference, layout)
+            else:
+                self.made[name] = grown_table(schedule, layout, levels, positions, difference)
         return self.made[name]
 
     def key_positions(self, keys: int) -> Tensor:
@@ -121,6 +148,23 @@ def table(positions: Tensor, difference: Tensor, layout: Layout) -> tuple[Tensor
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
+def grown_table(
+    schedule: Schedule, layout: Layout, levels: tuple[float, ...], positions: Tensor, difference: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`table` with some positions more than asked for, remembered while level and beginning are the same."""
+    count, first = positions.shape[-1], positions[..., :1]
+    if not torch.equal(positions, first + torch.arange(count)):
+        return table(positions, difference, layout)
+    kind, beginning = f"table {layout.name}", (levels, tuple(first.flatten().tolist()))
+    kept, room = schedule.memo.get(kind, ((None, 0), None))[0]
+    if kept != beginning or room < count:
+        room = count + ROOM
+    cosine, sine = schedule.remembered(
+        kind, (beginning, room), lambda: table(first + torch.arange(room), difference, layout)
+    )
+    return cosine[:, :, :count], sine[:, :, :count]
+
+
 @dataclass
 class Turning:
     """What one attention module does with its queries and keys: the adapter that `interface` looks for."""
@@ -142,7 +186,7 @@ class Turning:
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Attention in which each query meets the keys at the scale of its own length."""
-        forward: Forward | None = options.pop(KEYWORD, None) or self.dynamics.forward
+        forward: Forward | None = options.pop(KEYWORD, None) if self.dynamics.by_keyword else self.dynamics.forward
         if forward is None:
             raise PatchError(
                 "An attention layer with dynamic scaling ran outside of the forward of its model. Call the model, not "
@@ -150,10 +194,9 @@ class Turning:
             )
         length, keys = query.shape[2], key.shape[2]
         compiling = torch.compiler.is_compiling()
-        if self.is_causal and not compiling and (length > 1 or query.device.type == "cpu"):
-            runs = forward.runs(self.schedule)
-            if len(runs) == 1 and runs[0][2]:
-                return attention(module, query, key, value, mask, **options)
+        set_already = self.dynamics.level is not None  # the rotary modules turn by the fixed scale themselves
+        if set_already or (self.is_causal and not compiling and forward.is_short(self.schedule)):
+            return attention(module, query, key, value, mask, **options)
         if length == 1 or not self.is_causal:
             whole = not self.is_causal
             turned, near = self.turned_queries(forward, query, whole), self.turned_keys(forward, key, keys, 0, whole)
@@ -162,18 +205,18 @@ class Turning:
             return self.attend_compiled(forward, attention, module, query, key, value, mask, options)
         turned = self.turned_queries(forward, query, False)
         parts = []
-        for begin, end, is_short in runs:
+        for begin, end, is_short in forward.runs(self.schedule):
             seen = min(forward.past(), keys - length) + end if mask is None else keys
             near = key[:, :, :seen]
-            part_mask = mask
+            states = turned[:, :, begin:end], near, value[:, :, :seen]
+            if not is_short:
+                states = states[0], self.turned_keys(forward, near, keys, begin), states[2]
             if mask is None:
-                part_mask = blocks.causal_unless_plain(end - begin, seen, key.device)
-            elif end - begin < length:
-                part_mask = blocks.rows(mask, begin, end)
-            part_key = near if is_short else self.turned_keys(forward, near, keys, begin)
-            parts.append(
-                attention(module, turned[:, :, begin:end], part_key, value[:, :, :seen], part_mask, **options)
-            )
+                own_mask = blocks.causal_unless_plain(end - begin, seen, key.device)
+                parts.append(blocks.attend_block(attention, module, *states, own_mask, options))
+            else:
+                rows = mask if end - begin == length else blocks.rows(mask, begin, end)
+                parts.append(attention(module, *states, rows, **options))
         return blocks.joined(parts, keys)
 
     def attend_compiled(
@@ -199,7 +242,9 @@ class Turning:
         places = places.expand(-1, batch, -1).repeat_interleave(length, dim=1)
         cosine, sine = table(places, difference, self.layout)
         many = key.shape[0] // batch  # one row of positions may stand for all rows of the batch
-        turned = turn(blocks.as_rows(key, length), cosine.repeat(many, 1, 1, 1), sine.repeat(many, 1, 1, 1), self.layout)
+        turned = turn(
+            blocks.as_rows(key, length), cosine.repeat(many, 1, 1, 1), sine.repeat(many, 1, 1, 1), self.layout
+        )
         if mask is None:
             mask = blocks.causal(length, keys, key.device)
         query = self.turned_queries(forward, query, False)

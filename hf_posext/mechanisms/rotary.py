@@ -86,7 +86,7 @@ def read(site: Site, trained_length: int) -> Spectrum:
 
 
 def read_short(site: Site, spectrum: Spectrum) -> Tensor:
-    """The frequencies that the module uses for short text, [F] float64, as they are: rounded if a cast has rounded them."""
+    """The frequencies that the module uses for short text, [F] float64, rounded where a cast has rounded them."""
     field = site.field
     holder = holder_of(site.module)
     if holder is not None and field in holder.inv_freq:

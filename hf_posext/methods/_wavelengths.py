@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from hf_posext.contract import Spectrum
 Factor = float | Tensor
 
 
-def as_tensor(factor: Factor) -> Tensor:
+def as_tensor(factor: Any) -> Tensor:
     """A factor as a float64 tensor, [] or [B].
 
     Dynamic scaling traces methods with a symbol for the factor, so they may not ask whether it is a tensor.
     """
-    return torch.tensor(float(factor), dtype=torch.float64) if isinstance(factor, Real) else factor
+    return factor if not isinstance(factor, Real) else torch.tensor(float(factor), dtype=torch.float64)
 
 
 def per_channel(factor: Factor) -> Tensor:

@@ -19,7 +19,9 @@ dynamic_ntk = method(
 
 @dynamic_ntk.on("rotary")
 def rotary(spectrum: Spectrum, factor: Factor, *, limit: float | None = None) -> RotaryChange:
-    """`ntk` with alpha l / N - (alpha - 1), where alpha is the factor of the patch: 1 at N, alpha^2 - alpha + 1 at alpha N.
+    """`ntk` with alpha l / N - (alpha - 1), where alpha is the factor of the patch.
+
+    It is 1 at N and alpha^2 - alpha + 1 at alpha N, beyond which it goes on growing.
 
     The paper's own dynamic form is `ntk` with l / N, which is this one for alpha 1. Equal to `rope_type="dynamic"` of
     transformers in a single pass, and to its single pass with a cache, where transformers itself is not.
@@ -32,7 +34,7 @@ def rotary(spectrum: Spectrum, factor: Factor, *, limit: float | None = None) ->
     Raises:
         ValueError: as `ntk`.
 
-    Source: transformers `rope_type="dynamic"`, from emozilla 2023; beyond alpha N it goes on growing.
+    Source: transformers `rope_type="dynamic"`, from emozilla 2023.
     """
     alpha = factor if limit is None else limit
     return ntk.rotary(spectrum, alpha * factor - (alpha - 1))

@@ -1,0 +1,149 @@
+"""A scale that is fixed for a while: for one generation, as fast as a fixed factor, or for a request of a server."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posext import mechanisms
+from hf_posext.attention.scaling import OWNER, Dynamics, turnings
+from hf_posext.contract import RotaryChange, Site
+from hf_posext.errors import PatchError
+from hf_posext.mechanisms import logits
+from hf_posext.records import record_of
+
+DEFAULT_NEW_TOKENS = 20  # of `generate`, where neither the call nor the generation config says how many
+
+
+def scale_for(model: nn.Module, length: int) -> float:
+    """The scale s at which a text of some length is read (its last token, where the scale follows the length).
+
+    A server can choose by it, for each request, which factor to patch with or at what length to fix the scale.
+
+    Args:
+        model: a model patched by this package.
+        length: tokens, at least 1.
+
+    Returns:
+        max(1, l / N) in steps of 1/32 of a doubling, at most the factor of the patch; with a patch that does not follow
+        the length its factor, whatever the length.
+
+    Raises:
+        PatchError: the model is not patched.
+        ValueError: a length below 1.
+    """
+    if length < 1:
+        raise ValueError(f"`length` must be at least 1 token, got {length!r}.")
+    record = record_of(model)
+    if record is None:
+        raise PatchError("The model is not patched, so no text is scaled. Call `patch_model` first.")
+    found = turnings(model)
+    if not found:
+        return record.factor
+    schedule = found[0].schedule
+    return float(schedule.scale(torch.tensor(length, device=schedule.base.device)))
+
+
+@contextmanager
+def fixed_length(model: nn.Module, length: int | Sequence[int] | Tensor) -> Iterator[nn.Module]:
+    """For the length of a block every text is read at the scale of one length, not of its own.
+
+    With one scale for all rows the rotary modules are set to it, and every pass costs what it costs with a fixed
+    factor. A cache that was filled inside can only be read inside a block for the same scale.
+
+    Args:
+        model: a model patched with dynamic scaling.
+        length: tokens, for all rows or for each: the longest that the text will become.
+
+    Raises:
+        PatchError: no dynamic scaling in force, or a block inside another.
+        ValueError: a length below 1.
+    """
+    dynamics = [module.__dict__[OWNER] for module in model.modules() if OWNER in module.__dict__]
+    if not dynamics:
+        raise PatchError("No length can be fixed: the model is not patched with dynamic=True.")
+    if any(each.fixed is not None for each in dynamics):
+        raise PatchError("A length is fixed already. Leave that block first.")
+    lengths = torch.as_tensor(length).reshape(-1).cpu()
+    if int(lengths.min()) < 1:
+        raise ValueError(f"`length` must be at least 1 token, got {length!r}.")
+    for each in dynamics:
+        each.fixed = lengths
+    try:
+        with set_to_one_scale(model, dynamics, lengths):
+            yield model
+    finally:
+        for each in dynamics:
+            each.fixed = None
+
+
+@contextmanager
+def set_to_one_scale(model: nn.Module, dynamics: list[Dynamics], lengths: Tensor) -> Iterator[None]:
+    """Puts the scale of some lengths into the rotary modules, if all have the same; else they go on being turned."""
+    schedules = {name: schedule for each in dynamics for name, schedule in each.schedules.items()}
+    first = next(iter(schedules.values()))
+    levels = first.level(lengths.to(first.base.device))
+    if not bool((levels == levels[0]).all()):
+        yield
+        return
+    sites = [site for site in mechanisms.find_sites(model) if str(site) in schedules]
+    for each in dynamics:
+        each.level = float(levels[0])
+    try:
+        for site in sites:
+            schedule = schedules[str(site)]
+            inv_freq, ratio, logit_scale = schedule.changed(lengths[:1].to(schedule.base.device))
+            put(site, inv_freq[0].cpu(), schedule.scaling * float(ratio))
+        if first.scales_logits:
+            logits.write(model, sites, float(logit_scale))
+        yield
+    finally:
+        logits.restore(model)
+        for site in sites:
+            put(site, schedules[str(site)].base.cpu(), schedules[str(site)].scaling)
+        for each in dynamics:
+            each.level = None
+
+
+def put(site: Site, inv_freq: Tensor, scaling: float) -> None:
+    """Sets a held site."""
+    mechanisms.write(site, RotaryChange(inv_freq, scaling), getattr(mechanisms.holder_of(site.module), "rows", 0))
+
+
+class FrozenGenerate:
+    """`generate` of a model whose scale is frozen: fixed for prompt and new tokens of each row until it ends."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        functools.update_wrapper(self, type(model).generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `generate`."""
+        with fixed_length(self.model, final_lengths(self.model, *args, **kwargs)):
+            return type(self.model).generate(self.model, *args, **kwargs)
+
+
+def final_lengths(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """[B] int64: tokens of each prompt, padding left out, and the new tokens that a call of `generate` asks for."""
+    prompt = args[0] if args else None
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        prompt = kwargs.get(name) if prompt is None else prompt
+    if prompt is None:
+        raise ValueError('scale="frozen" needs a prompt: give `input_ids` or `inputs_embeds` to `generate`.')
+    mask = kwargs.get("attention_mask")
+    width = prompt.shape[1]
+    lengths = torch.full((prompt.shape[0],), width) if mask is None else mask.cpu().long().sum(-1)
+    config = kwargs.get("generation_config") or model.generation_config
+    new = kwargs.get("max_new_tokens")
+    if new is None and kwargs.get("max_length") is not None:
+        new = kwargs["max_length"] - width
+    if new is None:
+        new = config.max_new_tokens
+    if new is None and config.max_length is not None:
+        new = config.max_length - width
+    return lengths + (DEFAULT_NEW_TOKENS if new is None else max(int(new), 0))

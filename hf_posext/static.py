@@ -1,0 +1,61 @@
+"""Static scaling of a model: one factor for every length, in its modules and, where there are words, in its config."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from hf_posext import mechanisms, native
+from hf_posext.configs import ConfigUndo, config_parts
+from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.mechanisms import logits
+from hf_posext.planning import Plan
+
+
+def write(model: nn.Module, plan: Plan, sites: list[Site], undo: ConfigUndo, first: int) -> str | None:
+    """Writes a factor that does not follow the length into sites, softmax scaling and `rope_parameters`.
+
+    Returns:
+        In what words plain transformers loads it, as `PatchRecord.native`.
+    """
+    scale = float(plan.changes[0].logit_scale)
+    if scale != 1:
+        logits.write(model, sites, scale)
+    stretch = native.Stretch(plan.method.name, plan.options, plan.target_length / first, first, plan.target_length)
+    kind = export(model, undo, *plan.active_spectra(sites), stretch)
+    for site, change in zip(*plan.active(sites), strict=True):
+        mechanisms.write(site, change, plan.target_length)
+    return kind
+
+
+def export(
+    model: nn.Module,
+    undo: ConfigUndo,
+    sites: list[Site],
+    spectra: list[Spectrum],
+    changes: list[RotaryChange],
+    stretch: native.Stretch,
+) -> str | None:
+    """Writes the patch into `rope_parameters` of every text config, or of none if one of them cannot say it.
+
+    Returns:
+        In what words, None where it cannot be said.
+    """
+    exported = {}
+    for kind in {type(site.config) for site in sites}:
+        mine = [index for index, site in enumerate(sites) if type(site.config) is kind]
+        exported[kind] = native.export(
+            sites[mine[0]].config,
+            [sites[index] for index in mine],
+            [spectra[index] for index in mine],
+            [changes[index] for index in mine],
+            stretch,
+        )
+    if any(each is None for each in exported.values()):
+        return None
+    for config in config_parts(model):
+        words = exported.get(type(config))
+        if words is not None and words.rope_parameters is not None:
+            undo.set(config, rope_parameters=copy.deepcopy(words.rope_parameters))
+    return next(each.kind for each in exported.values() if each is not None)
