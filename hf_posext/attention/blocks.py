@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posext.attention.interface import Attention
+from hf_posext.errors import PatchError
 
 
 def runs(levels: Tensor) -> list[tuple[int, int, bool]]:
@@ -29,11 +30,35 @@ def runs(levels: Tensor) -> list[tuple[int, int, bool]]:
     return [(begin, end, still[begin]) for begin, end in pairwise(edges)]
 
 
-def rows(mask: Any, begin: int, end: int) -> Any:
-    """The mask for queries begin to end: rows of a 4-D mask; one that does not tell queries apart as it is."""
-    if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[2] > 1:
-        return mask[:, :, begin:end]
-    return mask
+def mask_of_block(mask: Any, begin: int, end: int, seen: int, attention: Attention, keys: Tensor) -> Any:
+    """The mask under which queries begin to end meet the first `seen` of S keys.
+
+    Without a mask, attention functions align queries and keys at their first token, but flash attention at the last
+    one, which is what a block wants; for the others such a block needs a mask of its own, unless it is square or a
+    single query.
+
+    Args:
+        mask: of the whole forward: None, [B, S] for flash attention, or [B or 1, 1, L, S].
+        begin: first query of the block.
+        end: the query after the last.
+        seen: keys that the block is given.
+        attention: the model's own attention function.
+        keys: all keys of the forward, [B, G, S, D].
+
+    Raises:
+        PatchError: a mask that cannot be cut.
+    """
+    if mask is None:
+        is_aligned = end - begin in (1, seen) or attention.__name__.startswith("flash")
+        return None if is_aligned else causal(end - begin, seen, keys.device)
+    if not torch.is_tensor(mask):
+        raise PatchError(
+            f"Dynamic scaling reads long text in blocks, and a {type(mask).__name__} cannot be cut into blocks. Call "
+            '`set_attn_implementation("sdpa")`.'
+        )
+    if mask.dim() == 2:
+        return mask[:, :seen] if mask.shape[1] == keys.shape[2] else mask
+    return mask[:, :, begin:end, :seen] if mask.shape[2] > 1 else mask
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -41,13 +66,8 @@ def causal(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
 
 
-def causal_unless_plain(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """`causal`, or None where attention functions take a missing mask for the same: square, or a single query."""
-    return None if queries in (1, keys) else causal(queries, keys, device)
-
-
 def attend_block(
-    attention: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
+    attention: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`attention` of one block.
 

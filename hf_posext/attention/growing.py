@@ -6,6 +6,7 @@ turning the keys as they are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+PLACES = "_posext_positions"
 LEAST_ROOM = 64  # tokens
 SHARE_OF_ROOM = 16  # one token of room for so many in use
 
@@ -34,6 +36,7 @@ class Store:
             and states.stride() == self.memory.stride()
             and states.shape[2] == self.filled
             and self.filled + more <= self.memory.shape[2]
+            and (torch.is_inference_mode_enabled() or not self.memory.is_inference())
         )
 
     def append(self, states: Tensor) -> Tensor:
@@ -54,12 +57,38 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As the base class: the new states are appended, and all states returned."""
         keys, values = self.keys, self.values
-        wants_gradient = key_states.requires_grad or value_states.requires_grad
-        if keys is None or values is None or keys.dim() != 4 or wants_gradient:
+        if keys is None or values is None or keys.dim() != 4:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if any(states.requires_grad for states in (keys, values, key_states, value_states)):
             return super().update(key_states, value_states, *args, **kwargs)
         self.keys = keys = self._grown("keys", keys, key_states)
         self.values = values = self._grown("values", values, value_states)
         return keys, values
+
+    def reset(self) -> None:
+        """As the base class, and gives the memory back."""
+        super().reset()
+        for name in [name for name in self.__dict__ if name.startswith("_posext_")]:
+            del self.__dict__[name]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """As the base class; noted positions follow."""
+        super().reorder_cache(beam_idx)
+        self._move_places(lambda places: places.index_select(1, beam_idx.to(places.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """As the base class; noted positions follow."""
+        super().batch_repeat_interleave(repeats)
+        self._move_places(lambda places: places.repeat_interleave(repeats, dim=1))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """As the base class; noted positions follow."""
+        super().batch_select_indices(indices)
+        self._move_places(lambda places: places[:, indices])
+
+    def _move_places(self, move: Callable[[Tensor], Tensor]) -> None:
+        if PLACES in self.__dict__:
+            self.__dict__[PLACES] = move(self.__dict__[PLACES])
 
     def _grown(self, name: str, present: Tensor, new: Tensor) -> Tensor:
         store: Store | None = self.__dict__.get(f"_posext_{name}")
@@ -75,3 +104,26 @@ def let_grow(cache: Any) -> None:
         for layer in cache.layers:
             if type(layer) is DynamicLayer:
                 layer.__class__ = GrowingLayer
+
+
+def noted_positions(cache: Any, past: int, batch: int) -> tuple[Tensor | None, bool]:
+    """The positions of cached tokens, [A, B, past], as noted, and whether they followed the rows of the cache.
+
+    None where nothing was noted, or where it does not fit.
+    """
+    home = home_of(cache)
+    places: Tensor | None = home.__dict__.get(PLACES)
+    if places is None or places.shape[1] != batch or places.shape[2] < past:
+        return None, False
+    return places[..., :past], isinstance(home, GrowingLayer)
+
+
+def note_positions(cache: Any, places: Tensor) -> None:
+    """Notes the positions, [A, B, S], of all tokens that a cache now holds."""
+    let_grow(cache)
+    home_of(cache).__dict__[PLACES] = places
+
+
+def home_of(cache: Any) -> Any:
+    """Where positions are noted: in a layer that keeps them in step with its rows, else beside the cache."""
+    return next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, GrowingLayer)), cache)

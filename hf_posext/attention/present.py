@@ -1,8 +1,8 @@
 """Where the tokens of one forward stand and how long their rows are now, as tensor arithmetic without a host sync.
 
-Positions are those that the model is given; what a cache holds is placed from the attention mask and the positions of
-the new tokens, so a cache may be cropped, reordered or filled by the model before it was patched. Only positions with
-several axes (pictures in a text) cannot be told from later ones and are noted beside the cache.
+Positions are those that the model is given. Those of cached tokens are noted in the cache as it is filled; where
+nothing was noted (a cache that the model filled before it was patched) or where rows were moved without a note, they
+follow from the attention mask and the positions of the new tokens, as those of any text without gaps do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Present:
         past: tokens that the cache held before, an int or a 0-dim tensor.
         counted: [B or 1, W] bool, the slots that count towards a position and a length; None where all do.
         by_slot: [B or 1] bool, rows whose positions are slot numbers, padding included; None where all are.
-        cached: [A, B, >= past], positions of the cached tokens where they were noted; None where they follow from the
-            first new one, as those of text do.
+        noted: [A, B, past], positions of the cached tokens as they were noted when they were new; None where they
+            have to follow from the first new one.
+        follows: whether what was noted has followed every change of the cache's rows.
         fixed: [B] int64, lengths at which the rows are read whatever their tokens are; None where these decide.
     """
 
@@ -34,7 +35,8 @@ class Present:
     past: int | Tensor
     counted: Tensor | None
     by_slot: Tensor | None
-    cached: Tensor | None = None
+    noted: Tensor | None = None
+    follows: bool = False
     fixed: Tensor | None = None
 
     @property
@@ -86,19 +88,39 @@ class Present:
         return torch.where(slots < self.past, cached, new)
 
     def cached_positions(self, slots: Tensor) -> Tensor:
-        """[A, B or 1, S] int64: positions at some slots before the new tokens."""
-        if self.cached is not None:
-            return self.cached.index_select(-1, slots.clamp(0, self.cached.shape[-1] - 1))
-        return self.positions[..., :1] - self.distance(slots)
+        """[A, B or 1, S] int64: positions at some slots before the new tokens.
 
-    def distance(self, slots: Tensor) -> Tensor:
-        """[B or 1, S] int64: how far before the first new token the tokens at some slots stand."""
-        plain = (self.past - slots)[None]
+        What was noted is believed where it has followed the rows of the cache, where it has several axes (which nothing
+        else tells), and where the new tokens go on from it.
+        """
+        if self.noted is not None and (self.follows or len(self.noted) > 1):
+            return self.at_slots(self.noted, slots)
+        slot, position = self.anchor()
+        derived = position[..., None] - self.distance(slots, slot)
+        if self.noted is None or not self.noted.shape[-1]:
+            return derived
+        goes_on = self.noted[..., -1].amax(0) + 1 == self.positions[..., 0].amax(0)
+        return torch.where(goes_on[:, None], self.at_slots(self.noted, slots), derived)
+
+    def anchor(self) -> tuple[Tensor, Tensor]:
+        """Slot [B or 1] and position [A, B or 1] of the first new token of each row, padding left out."""
+        if self.counted is None:
+            return self.slots(self.past, 1), self.positions[..., 0]
+        valid = self.at_slots(self.counted, self.slots(self.past, self.tokens))
+        first = valid.long().argmax(-1)
+        batch = max(len(first), self.positions.shape[1])
+        places = self.positions.expand(-1, batch, -1)
+        index = first.expand(batch)[None, :, None].expand(len(places), -1, 1)
+        return first + self.past, places.gather(-1, index)[..., 0]
+
+    def distance(self, slots: Tensor, anchor: Tensor) -> Tensor:
+        """[B or 1, S] int64: how far before the token at slot `anchor` [B or 1] the tokens at some slots stand."""
+        plain = anchor[:, None] - slots
         if self.counted is None or self.by_slot is None:
             return plain
         before = torch.nn.functional.pad(self.counted.cumsum(-1), (1, 0))  # counted slots before each slot
-        first = self.slots(self.past, 1)
-        return torch.where(self.by_slot[:, None], plain, self.at_slots(before, first) - self.at_slots(before, slots))
+        ahead = before.gather(-1, anchor.expand(len(before))[:, None].clamp(max=before.shape[-1] - 1))
+        return torch.where(self.by_slot[:, None], plain, ahead - self.at_slots(before, slots))
 
     def slots(self, start: int | Tensor, count: int) -> Tensor:
         """[count] int64: consecutive slot numbers."""
@@ -106,7 +128,7 @@ class Present:
 
     @staticmethod
     def at_slots(values: Tensor, slots: Tensor) -> Tensor:
-        """Values [B, W] at slots [S]; those past the end read as the last one."""
+        """Values [..., W] at slots [S]; those past the end read as the last one."""
         return values.index_select(-1, slots.clamp(0, values.shape[-1] - 1))
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 
 from hf_posext.attention import interface
-from hf_posext.attention.growing import let_grow
+from hf_posext.attention.growing import let_grow, note_positions, noted_positions
 from hf_posext.attention.present import Present, present
 from hf_posext.attention.schedule import Schedule
 from hf_posext.attention.turns import KEYWORD, Forward, Turning
 
 OWNER = "_posext_dynamic"
 LEVEL = "_posext_level"
-PLACES = "_posext_positions"
 
 
 @dataclass
@@ -73,7 +73,7 @@ def before_forward(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             states,
         )
     )
-    forward.now = with_noted_positions(forward.now, cache)
+    forward.now = with_noted_positions(forward.now, cache, states.shape[0])
     if dynamics.fixed is not None:
         rows = states.shape[0] // len(dynamics.fixed)  # beams of one prompt stand side by side
         forward.now = replace(forward.now, fixed=dynamics.fixed.to(states.device).repeat_interleave(rows))
@@ -87,31 +87,43 @@ def after_forward(owner: nn.Module, args: Any, output: Any) -> None:
     """Forgets the forward that ran, and notes in a cache that it filled at what scale its keys are."""
     dynamics: Dynamics = owner.__dict__[OWNER]
     forward, dynamics.forward = dynamics.forward, None
-    cache = getattr(output, "past_key_values", None) or getattr(output, "cache", None)
+    if torch.compiler.is_compiling():
+        return
+    cache = next((value for value in values_of(output) if isinstance(value, Cache)), None)
     cache = getattr(cache, "self_attention_cache", cache)
-    if cache is None or torch.compiler.is_compiling():
+    if cache is None:
         return
     if dynamics.level is not None:
         cache.__dict__[LEVEL] = dynamics.level
-    if forward is not None and len(forward.now.positions) > 1:
-        cache.__dict__[PLACES] = places_after(forward.now)
+    if forward is not None and is_worth_noting(forward.now):
+        note_positions(cache, places_after(forward.now))
 
 
-def with_noted_positions(now: Present, cache: Any) -> Present:
-    """With the positions that were noted beside the cache, where they have several axes."""
-    if cache is None or len(now.positions) == 1 or torch.compiler.is_compiling():
+def values_of(output: Any) -> Iterable[Any]:
+    """What a model returns, one after the other; attributes of the old names would warn."""
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, (tuple, list)) else ()
+
+
+def is_worth_noting(now: Present) -> bool:
+    """Whether positions were given for each row, so that they need not be those of the slots."""
+    return now.noted is not None or now.positions.shape[:2] != (1, 1)
+
+
+def with_noted_positions(now: Present, cache: Any, batch: int) -> Present:
+    """With the positions that were noted as the cache was filled."""
+    if cache is None or torch.compiler.is_compiling() or (isinstance(now.past, int) and now.past == 0):
         return now
-    noted = cache.__dict__.get(PLACES)
-    past = int(now.past)
-    fits = noted is not None and noted.shape[-1] >= past > 0 and noted.shape[1] == now.positions.shape[1]
-    return replace(now, cached=noted[..., :past]) if fits else now
+    noted, follows = noted_positions(cache, int(now.past), batch)
+    return now if noted is None else replace(now, noted=noted, follows=follows)
 
 
 def places_after(now: Present) -> Tensor:
     """[A, B, S]: positions of all tokens that a cache holds after a forward."""
-    past = int(now.past)
-    before = now.cached_positions(now.slots(0, past))
-    return torch.cat((before.expand(*now.positions.shape[:2], -1), now.positions), dim=-1)
+    before = now.cached_positions(now.slots(0, int(now.past)))
+    axes, batch = now.positions.shape[0], max(before.shape[1], now.positions.shape[1])
+    return torch.cat((before.expand(axes, batch, -1), now.positions.expand(axes, batch, -1)), dim=-1)
 
 
 def check_level(dynamics: Dynamics, cache: Any) -> None:

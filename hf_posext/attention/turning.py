@@ -18,7 +18,7 @@ def turn(states: Tensor, cosine: Tensor, sine: Tensor, layout: Layout, out: Tens
         cosine: [B or 1, 1, L, P] float32, times any amplitude.
         sine: the same shape.
         layout: where the P pairs are.
-        out: a tensor like `states` to write into; only where no gradient is wanted.
+        out: a tensor like `states` whose memory may be used; only where no gradient is wanted.
 
     Returns:
         [B, H, L, D] of the dtype of `states`. Angle 0 with amplitude 1 gives every value back to the last bit.

@@ -8,6 +8,7 @@ turned, or turned by angle 0, which gives back every bit.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class Forward:
 
     now: Present
     made: dict[str, Any] = field(default_factory=dict)
+    room_for_tables: int = 1 << 25  # angles; 256 MiB of cosines and sines
 
     def host_levels(self, schedule: Schedule) -> tuple[float, ...] | None:
         """Level of each row where there is one new token and numbers can be read without waiting for a device."""
@@ -94,10 +96,18 @@ class Forward:
         self, schedule: Schedule, layout: Layout, keys: int, seen: int, whole: bool, at: int
     ) -> tuple[Tensor, Tensor]:
         """cos and sin for the first `seen` of the last S keys as the token `at` reads them, [B, 1, seen, P]."""
+        if torch.compiler.is_compiling():
+            return table(
+                self.key_positions(keys)[..., :seen], self.differences(schedule, whole)[0][:, at, None], layout
+            )
         name = f"keys {schedule.name} {layout.name} {keys} {seen} {whole} {at}"
         if name not in self.made:
             difference = self.differences(schedule, whole)[0][:, at, None]
             positions = self.key_positions(keys)[..., :seen]
+            size = difference.shape[0] * seen * difference.shape[-1]
+            if size > self.room_for_tables:  # a very long prompt makes them again in each layer
+                return table(positions, difference, layout)
+            self.room_for_tables -= size
             levels = None if whole else self.host_levels(schedule)
             if levels is None:
                 self.made[name] = table(positions, difference, layout)
@@ -107,6 +117,8 @@ class Forward:
 
     def key_positions(self, keys: int) -> Tensor:
         """`Present.key_positions`."""
+        if torch.compiler.is_compiling():  # a name made of a length would compile again for every length
+            return self.now.key_positions(keys)
         name = f"positions {keys}"
         if name not in self.made:
             self.made[name] = self.now.key_positions(keys)
@@ -114,7 +126,7 @@ class Forward:
 
     def room(self, states: Tensor, use: str) -> Tensor | None:
         """Memory for turned states, the same for every layer; None where gradients or a compiler want an expression."""
-        if is_expression(states):
+        if is_expression():
             return None
         name = f"{use} {tuple(states.shape)} {states.dtype} {states.device}"
         if name not in self.made:
@@ -122,9 +134,9 @@ class Forward:
         return self.made[name]
 
 
-def is_expression(states: Tensor) -> bool:
-    """Whether what is made of states must be differentiable or traceable."""
-    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and states.requires_grad)
+def is_expression() -> bool:
+    """Whether results must be differentiable (autograd keeps them, so memory cannot be used again) or traceable."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled()
 
 
 def table(positions: Tensor, difference: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -206,17 +218,15 @@ class Turning:
         turned = self.turned_queries(forward, query, False)
         parts = []
         for begin, end, is_short in forward.runs(self.schedule):
-            seen = min(forward.past(), keys - length) + end if mask is None else keys
+            has_rows = mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2)
+            seen = keys if has_rows else min(forward.past(), keys - length) + end  # rows may let a token see later ones
             near = key[:, :, :seen]
-            states = turned[:, :, begin:end], near, value[:, :, :seen]
             if not is_short:
-                states = states[0], self.turned_keys(forward, near, keys, begin), states[2]
-            if mask is None:
-                own_mask = blocks.causal_unless_plain(end - begin, seen, key.device)
-                parts.append(blocks.attend_block(attention, module, *states, own_mask, options))
-            else:
-                rows = mask if end - begin == length else blocks.rows(mask, begin, end)
-                parts.append(attention(module, *states, rows, **options))
+                near = self.turned_keys(forward, near, keys, begin)
+            part = blocks.mask_of_block(mask, begin, end, seen, attention, key)
+            states = turned[:, :, begin:end], near, value[:, :, :seen]
+            attend = attention if has_rows else functools.partial(blocks.attend_block, attention)
+            parts.append(attend(module, *states, part, **options))
         return blocks.joined(parts, keys)
 
     def attend_compiled(
@@ -230,7 +240,7 @@ class Turning:
         mask: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` of several queries without a branch on values: keys are turned for each query, in L times the memory.
+        """`attend` of several queries without a branch on values: keys turned for each query, in L times the memory.
 
         Long prompts are better read before the model is compiled; a compiled step of generation has one query.
         """

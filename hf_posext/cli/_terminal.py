@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_posext.evaluation.perplexity import PerplexityReport
+    from hf_posext.inspection import PositionReport
 
 DEMO = "demo:"
 
@@ -31,6 +32,13 @@ FactorOption = Annotated[
 TargetLengthOption = Annotated[int | None, typer.Option(help="Tokens that the model shall read, in place of --factor.")]
 LayersOption = Annotated[
     str, typer.Option(help="full: layers with a sliding window stay as they are; all: every layer.")
+]
+DynamicOption = Annotated[
+    bool,
+    typer.Option(
+        "--dynamic/--no-dynamic",
+        help="Let the factor follow the length of the text, so that short text is read as before.",
+    ),
 ]
 OptionOption = Annotated[
     list[str] | None,
@@ -158,6 +166,15 @@ def show(*parts: RenderableType) -> None:
         console.width = TEXT_WIDTH
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+def dynamic_lines(report: PositionReport) -> list[str]:
+    """The line below the table of a model whose patch follows the length of the text; none for any other."""
+    if report.record is None or not report.record["dynamic"]:
+        return []
+    from hf_posext.records import PatchRecord
+
+    return [f"patch: {PatchRecord.from_dict(report.record).describe()}, follows the length of the text"]
 
 
 def show_json(data: Mapping[str, Any]) -> None:

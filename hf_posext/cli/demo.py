@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from hf_posext.evaluation.perplexity import PerplexityReport
 
 METHODS = ("pi", "ntk", "ntk_by_parts", "yarn")
+DYNAMIC = "yarn (dynamic)"
+PATCHED = (*METHODS, DYNAMIC)
+NOTE = (
+    "`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; each method is patched "
+    "for each context length T by the factor T / {trained}, so at {trained} it changes nothing; "
+    f"`{DYNAMIC}` is patched once, for {{longest}} tokens, and its factor follows the length of the text."
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Story:
     """What was measured.
 
     Attributes:
-        gain: the bars, and each method patched with the factor that fits each context length.
+        gain: the bars, each method patched with the factor that fits each context length, and yarn patched once for the
+            longest context with a factor that follows the length of the text.
         price: contexts of the trained length only, unpatched and patched for the longest context.
     """
 
@@ -141,9 +150,16 @@ class Meter:
         with patched(self.model, method, factor):
             return self.score([context_length], bars=[])
 
+    def score_dynamic(self, factor: float, context_lengths: list[int]) -> list[PerplexityReport]:
+        """Perplexity of yarn at each context length, patched once with a factor that follows the length of the text."""
+        from hf_posext.patching import patched
+
+        with patched(self.model, "yarn", factor, dynamic=True):
+            return [self.score([length], bars=[], arm=DYNAMIC) for length in context_lengths]
+
 
 def measure(model: nn.Module, tokenizer: Any, documents: Sequence[str], trained: int, scope: Scope) -> Story:
-    """Scores the same targets unpatched, truncated and patched by each method.
+    """Scores the same targets unpatched, truncated, and patched by each method and by yarn with a dynamic factor.
 
     Args:
         model: the model, not patched.
@@ -160,25 +176,21 @@ def measure(model: nn.Module, tokenizer: Any, documents: Sequence[str], trained:
     meter = Meter(model, tokenizer, ids, lengths[-1], scope)
     bars = meter.score(lengths, bars=["truncate"])
     arms = {method: [meter.score_patched(method, length / trained, length) for length in lengths] for method in METHODS}
-    records: dict[str, dict[str, Any] | None] = {
-        method: {
-            "method": method,
-            "factor": "T / N",
-            "by_context_length": {part.measurements[0].context_length: part.record for part in parts},
-        }
-        for method, parts in arms.items()
-    }
+    following = meter.score_dynamic(scope.factors[-1], lengths)
     gain = replace(
         bars,
-        measurements=bars.measurements + [part.measurements[0] for parts in arms.values() for part in parts],
-        records=bars.records | records,
-        notes=[
-            f"`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; each method "
-            f"is patched for each context length T by the factor T / {trained}, so at {trained} it changes nothing."
-        ],
+        measurements=bars.measurements + [part.measurements[0] for part in chain(*arms.values(), following)],
+        records=bars.records | {arm: by_length(arm, parts) for arm, parts in arms.items()} | following[-1].records,
+        notes=[NOTE.format(trained=trained, longest=lengths[-1])],
     )
     price = [meter.score_patched(method, scope.factors[-1], trained) for method in METHODS]
-    return Story(gain, PerplexityReport.join([meter.score([trained], bars=[]), *price]))
+    return Story(gain, PerplexityReport.join([meter.score([trained], bars=[]), *price, following[0]]))
+
+
+def by_length(method: str, parts: Sequence[PerplexityReport]) -> dict[str, Any]:
+    """The record of an arm that was patched for each context length anew."""
+    steps = {part.measurements[0].context_length: part.record for part in parts}
+    return {"method": method, "factor": "T / N", "by_context_length": steps}
 
 
 def read(story: Story) -> list[str]:
@@ -191,20 +203,29 @@ def read(story: Story) -> list[str]:
         f"with only the last {trained} of them. Reading past the trained length is {verdict(unpatched)}."
     ]
     for length in story.gain.protocol["context_lengths"][1:]:
-        best = min(METHODS, key=lambda method: rows[method, length])
+        best = min(PATCHED, key=lambda arm: rows[arm, length])
         versus = story.gain.difference(best, "truncate", length)
         sentences.append(
-            f"Patched for {length} tokens: `{best}` is the best with {rows[best, length]:.1f}, against "
+            f"With {length} tokens of context `{best}` is the best with {rows[best, length]:.1f}, against "
             f"{rows['none', length]:.1f} unpatched and {rows['truncate', length]:.1f} truncated. "
             f"Against truncating it is {verdict(versus)}."
         )
     price = {row["arm"]: row["perplexity"] for row in story.price.rows}
-    costs = ", ".join(f"{price[method]:.1f} with `{method}`" for method in METHODS)
+    costs = ", ".join(f"{price[arm]:.1f} with `{arm}`" for arm in PATCHED)
     sentences.append(
         f"The price on short text, patched for {longest} tokens and given {trained}: {costs}, "
-        f"{price['none']:.1f} unpatched."
+        f"{price['none']:.1f} unpatched. {price_of_dynamic(story.price)}"
     )
     return sentences
+
+
+def price_of_dynamic(price: PerplexityReport) -> str:
+    """Whether text of the trained length is read by the dynamic arm as by the unpatched model, to the last bit."""
+    nll = {measurement.arm: measurement.nll for measurement in price.measurements}
+    if nll[DYNAMIC] == nll["none"]:
+        return f"`{DYNAMIC}` pays nothing: its sum over every document is that of the unpatched model to the last bit."
+    (length,) = price.protocol["context_lengths"]
+    return f"`{DYNAMIC}` against unpatched is {verdict(price.difference(DYNAMIC, 'none', length))}."
 
 
 def verdict(difference: dict[str, Any]) -> str:

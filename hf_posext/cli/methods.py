@@ -13,6 +13,11 @@ from hf_posext.cli._terminal import JsonOption, load_model, quiet, show, show_js
 if TYPE_CHECKING:
     from hf_posext.contract import MethodInfo
 
+FOLLOWING = (
+    "note: with --dynamic (in Python dynamic=True) what a method does follows the length of the text; dynamic_ntk, and "
+    "longrope with a short_factor, do so by themselves."
+)
+
 
 def run(
     model: Annotated[
@@ -29,7 +34,7 @@ def run(
     if as_json:
         show_json({"model": model, "methods": [as_data(info) for info in found]})
     else:
-        show(as_table(found))
+        show(as_table(found), FOLLOWING)
 
 
 def as_data(info: MethodInfo) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posext.cli._terminal import (
+    DynamicOption,
     FactorOption,
     JsonOption,
     LayersOption,
     ModelArgument,
     OptionOption,
     TargetLengthOption,
+    dynamic_lines,
     load_model,
     load_tokenizer,
     locate,
@@ -33,6 +35,7 @@ def run(
     method: Annotated[str, typer.Option(help="Name or alias of a method, see `posext methods`.")] = "yarn",
     factor: FactorOption = None,
     target_length: TargetLengthOption = None,
+    dynamic: DynamicOption = False,
     layers: LayersOption = "full",
     option: OptionOption = None,
     as_json: JsonOption = False,
@@ -45,7 +48,16 @@ def run(
 
         check_folder(out, model)
         network, tokenizer = load_model(model), load_tokenizer(model)
-        patch_model(network, method, factor, target_length=target_length, layers=layers, tokenizer=tokenizer, **options)
+        patch_model(
+            network,
+            method,
+            factor,
+            target_length=target_length,
+            dynamic=dynamic,
+            layers=layers,
+            tokenizer=tokenizer,
+            **options,
+        )
         loader = save(network, tokenizer, out)
         report = inspect_model(network)
     if as_json:
@@ -53,7 +65,7 @@ def run(
         show_json({**saved, "record": report.record, "inspect": report.to_dict()})
         return
     words = "with its tokenizer" if tokenizer is not None else "without a tokenizer, since none was found"
-    show(report, f"saved to {out} {words}", f"load it with {loader}")
+    show(report, *dynamic_lines(report), f"saved to {out} {words}", f"load it with {loader}")
 
 
 def check_folder(out: Path, model: str) -> None:
