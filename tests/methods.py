@@ -1,4 +1,4 @@
-"""One row per method: with which options the conformance tests run it. To add a method, add a row."""
+"""One row per static method: with which options the conformance tests run it. To add a method, add a row."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +26,6 @@ class MethodRow:
     """Options for a model that rotates F frequencies, for methods that need some or take a list of F values."""
     temperature: bool = False
     """Whether the method multiplies cos and sin by something other than 1."""
-    static: bool = True
-    """Whether the frequencies do not depend on the length of the input."""
 
 
 METHODS: tuple[MethodRow, ...] = (
@@ -40,6 +38,8 @@ METHODS: tuple[MethodRow, ...] = (
     MethodRow("abf", "default", lambda frequencies: {"rope_theta": 2_000_000.0}),
 )
 METHOD = {row.id: row for row in METHODS}
+DYNAMIC_BY_NATURE = ("dynamic_ntk",)
+"""Methods that have no static form: tests/dynamic.py says how they are run."""
 
 # What is asked of every method is asked of it on these rows, one for each way in which a position encoding is kept.
 CORE = ("llama", "gemma3", "gpt_neox", "gptj", "roformer", "qwen2_vl", "deepseek_v3", "llama_yarn", "phi3_longrope")

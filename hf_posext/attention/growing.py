@@ -87,7 +87,7 @@ class GrowingLayer(DynamicLayer):
         self._move_places(lambda places: places[:, indices])
 
     def _move_places(self, move: Callable[[Tensor], Tensor]) -> None:
-        if PLACES in self.__dict__:
+        if PLACES in self.__dict__ and self.__dict__[PLACES].shape[1] > 1:  # else one row stands for all
             self.__dict__[PLACES] = move(self.__dict__[PLACES])
 
     def _grown(self, name: str, present: Tensor, new: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def noted_positions(cache: Any, past: int, batch: int) -> tuple[Tensor | None, b
     """
     home = home_of(cache)
     places: Tensor | None = home.__dict__.get(PLACES)
-    if places is None or places.shape[1] != batch or places.shape[2] < past:
+    if places is None or places.shape[1] not in (1, batch) or places.shape[2] < past:
         return None, False
     return places[..., :past], isinstance(home, GrowingLayer)
 

@@ -25,6 +25,7 @@ class Present:
         past: tokens that the cache held before, an int or a 0-dim tensor.
         counted: [B or 1, W] bool, the slots that count towards a position and a length; None where all do.
         by_slot: [B or 1] bool, rows whose positions are slot numbers, padding included; None where all are.
+        given: whether the model was given positions, which may then be others than slot numbers.
         noted: [A, B, past], positions of the cached tokens as they were noted when they were new; None where they
             have to follow from the first new one.
         follows: whether what was noted has followed every change of the cache's rows.
@@ -35,6 +36,7 @@ class Present:
     past: int | Tensor
     counted: Tensor | None
     by_slot: Tensor | None
+    given: bool = False
     noted: Tensor | None = None
     follows: bool = False
     fixed: Tensor | None = None
@@ -150,14 +152,15 @@ def present(position_ids: Tensor | None, attention_mask: Any, past: int | Tensor
         positions = position_ids if position_ids.dim() == 3 else position_ids.reshape(1, -1, length)
         positions = positions[-3:].to(device)
         by_slot = positions[0] == slots
+    given = position_ids is not None
     counted = counted_slots(attention_mask)
     if counted is None:
-        return Present(positions, past, None, None)
+        return Present(positions, past, None, None, given)
     counted = counted.to(device)
     if by_slot is None:
-        return Present(positions, past, counted, torch.ones(1, dtype=torch.bool, device=device))
+        return Present(positions, past, counted, torch.ones(1, dtype=torch.bool, device=device), given)
     valid = Present.at_slots(counted, slots)
-    return Present(positions, past, counted, (by_slot | ~valid).all(-1))
+    return Present(positions, past, counted, (by_slot | ~valid).all(-1), given)
 
 
 def counted_slots(attention_mask: Any) -> Tensor | None:

@@ -95,7 +95,7 @@ def after_forward(owner: nn.Module, args: Any, output: Any) -> None:
         return
     if dynamics.level is not None:
         cache.__dict__[LEVEL] = dynamics.level
-    if forward is not None and is_worth_noting(forward.now):
+    if forward is not None and (forward.now.given or forward.now.noted is not None):
         note_positions(cache, places_after(forward.now))
 
 
@@ -104,11 +104,6 @@ def values_of(output: Any) -> Iterable[Any]:
     if isinstance(output, Mapping):
         return output.values()
     return output if isinstance(output, (tuple, list)) else ()
-
-
-def is_worth_noting(now: Present) -> bool:
-    """Whether positions were given for each row, so that they need not be those of the slots."""
-    return now.noted is not None or now.positions.shape[:2] != (1, 1)
 
 
 def with_noted_positions(now: Present, cache: Any, batch: int) -> Present:

@@ -19,7 +19,7 @@ def as_tensor(factor: Any) -> Tensor:
 
     Dynamic scaling traces methods with a symbol for the factor, so they may not ask whether it is a tensor.
     """
-    return factor if not isinstance(factor, Real) else torch.tensor(float(factor), dtype=torch.float64)
+    return torch.tensor(float(factor), dtype=torch.float64) if isinstance(factor, Real) else factor.double()
 
 
 def per_channel(factor: Factor) -> Tensor:

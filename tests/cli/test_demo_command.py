@@ -9,7 +9,7 @@ import pytest
 
 import hf_posext
 from hf_posext.cli import demo
-from hf_posext.cli.demo import METHODS, Scope, Story, measure, read, verdict
+from hf_posext.cli.demo import DYNAMIC, METHODS, PATCHED, Scope, Story, measure, price_of_dynamic, read, verdict
 from hf_posext.demo import load_demo
 from hf_posext.evaluation.perplexity_report import Measurement
 
@@ -42,11 +42,49 @@ def test_each_method_is_measured_on_the_targets_of_the_bars(story: Story, method
     assert row_of(story.gain.rows, "truncate", 512) == row_of(report.rows, "truncate", 512)
 
 
-@pytest.mark.parametrize("arm", ["truncate", *METHODS])
+def test_the_dynamic_arm_is_patched_once_for_the_longest_context(story: Story) -> None:
+    model, tokenizer, documents = load_demo("llama")
+    hf_posext.patch_model(model, "yarn", 2, dynamic=True)
+    report = hf_posext.perplexity(
+        model,
+        tokenizer,
+        documents[:2],
+        context_lengths=[256, 512],
+        endpoints_per_document=2,
+        targets=32,
+        arm=DYNAMIC,
+    )
+    found = [row_of(story.gain.rows, DYNAMIC, length) for length in (256, 512)]
+    assert found == [row_of(report.rows, DYNAMIC, length) for length in (256, 512)]
+    record = story.gain.records[DYNAMIC]
+    assert record is not None
+    assert (record["method"], record["factor"], record["dynamic"]) == ("yarn", 2.0, True)
+
+
+@pytest.mark.parametrize("arm", ["truncate", *PATCHED])
 def test_at_the_trained_length_every_arm_is_the_unpatched_model(story: Story, arm: str) -> None:
     unpatched = row_of(story.gain.rows, "none", 256)
     assert row_of(story.gain.rows, arm, 256) == {**unpatched, "arm": arm}
     assert row_of(story.price.rows, "none", 256) == unpatched
+
+
+def test_short_text_costs_the_dynamic_arm_nothing(story: Story) -> None:
+    unpatched = row_of(story.price.rows, "none", 256)
+    assert row_of(story.price.rows, DYNAMIC, 256) == {**unpatched, "arm": DYNAMIC}
+    assert f"{unpatched['perplexity']:.1f} with `{DYNAMIC}`, {unpatched['perplexity']:.1f} unpatched" in read(story)[-1]
+    assert read(story)[-1].endswith("is that of the unpatched model to the last bit.")
+
+
+def test_a_price_of_the_dynamic_arm_would_be_said(story: Story) -> None:
+    def changed(measurement: Measurement) -> Measurement:
+        if measurement.arm != DYNAMIC:
+            return measurement
+        return replace(
+            measurement, nll=tuple(a + 0.5 * b for a, b in zip(measurement.nll, measurement.tokens, strict=True))
+        )
+
+    price = replace(story.price, measurements=[changed(each) for each in story.price.measurements])
+    assert "against unpatched is clearly worse (+0.500 nats per token" in price_of_dynamic(price)
 
 
 def test_the_records_say_the_factor_of_each_length(story: Story) -> None:
@@ -73,11 +111,11 @@ def invented(story: Story, **nll: float) -> Story:
 
 
 def test_sentences_follow_the_numbers(story: Story) -> None:
-    good = read(invented(story, none=5.0, truncate=3.0, pi=2.0, ntk=4.0, ntk_by_parts=4.0, yarn=4.0))
+    good = read(invented(story, none=5.0, truncate=3.0, pi=2.0, ntk=4.0, ntk_by_parts=4.0, yarn=4.0, **{DYNAMIC: 4.0}))
     assert "clearly worse (+2.000 nats per token" in good[0]
     assert "`pi` is the best with 7.4, against 148.4 unpatched and 20.1 truncated" in good[1]
     assert "clearly better (-1.000 nats per token" in good[1]
-    bad = read(invented(story, none=2.0, truncate=3.0, pi=4.0, ntk=3.5, ntk_by_parts=4.0, yarn=4.0))
+    bad = read(invented(story, none=2.0, truncate=3.0, pi=4.0, ntk=3.5, ntk_by_parts=4.0, yarn=4.0, **{DYNAMIC: 4.0}))
     assert "clearly better (-1.000" in bad[0]
     assert "`ntk` is the best" in bad[1]
     assert "clearly worse (+0.500" in bad[1]
@@ -109,7 +147,7 @@ def test_quick_twice_gives_the_same_document_and_files(
     assert plot.startswith(b"\x89PNG")
     assert plot == (tmp_path / "plot.png").read_bytes()
     assert {"rows", "protocol", "inspect", "short_text", "reading", "files"} <= set(first.data)
-    assert {row["arm"] for row in first.data["rows"]} == {"none", "truncate", *METHODS}
+    assert {row["arm"] for row in first.data["rows"]} == {"none", "truncate", *PATCHED}
     saved = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert saved == {name: value for name, value in first.data.items() if name != "files"}
 

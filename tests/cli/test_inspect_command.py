@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+import hf_posext
+from hf_posext.demo import load_demo
 from tests.architectures import tiny_model
 
 POSITION_KEYS = {
@@ -47,9 +49,19 @@ def test_inspect_keeps_the_class_that_a_checkpoint_was_saved_from(posext: Any, t
     assert posext("inspect", tmp_path, "--json").data["model"] == "LlamaForSequenceClassification"
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_inspect_says_whether_a_patch_follows_the_length(posext: Any, tmp_path: Path, dynamic: bool) -> None:
+    model, _, _ = load_demo("llama")
+    hf_posext.patch_model(model, "yarn", 4, dynamic=dynamic).save_pretrained(tmp_path)
+    line = "patch: yarn (dynamic) x4 (256 -> 1024 tokens), follows the length of the text"
+    assert (line in posext("inspect", tmp_path).out.splitlines()) is dynamic
+    data = posext("inspect", tmp_path, "--json").data
+    assert (data["record"]["dynamic"], data["in_force"], data["usable_length"]) == (dynamic, True, 1024)
+
+
 def test_methods_lists_options_with_defaults_and_those_required(posext: Any) -> None:
     methods = {method["name"]: method for method in posext("methods", "--json").data["methods"]}
-    assert {"pi", "ntk", "ntk_by_parts", "yarn", "llama3", "longrope", "abf"} <= set(methods)
+    assert {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "llama3", "longrope", "abf"} <= set(methods)
     assert methods["yarn"]["options"]["beta_fast"] == 32.0
     assert methods["abf"]["required"] == ["rope_theta"]
     assert set(methods["pi"]) == {"name", "aliases", "mechanisms", "summary", "paper", "options", "required"}
@@ -60,6 +72,14 @@ def test_methods_prints_names_and_papers(posext: Any, name: str) -> None:
     out = posext("methods").out
     assert f" {name} " in out
     assert "2309.00071" in out
+
+
+def test_methods_says_which_follow_the_length_by_themselves(posext: Any) -> None:
+    assert "--dynamic" in posext("methods").out
+    methods = {method["name"]: method for method in posext("methods", "--json").data["methods"]}
+    assert methods["dynamic_ntk"]["aliases"] == ["dynamic"]
+    assert methods["dynamic_ntk"]["options"] == {}
+    assert methods["longrope"]["options"]["short_factor"] is None
 
 
 def test_methods_of_a_model_are_those_for_its_mechanisms(posext: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, FalconConfig, FalconForCausalLM
 
 import hf_posext
 from hf_posext.demo import demo_path, load_demo
@@ -64,6 +64,44 @@ def test_a_patch_that_config_words_cannot_say_names_load_pretrained(posext: Any,
     with torch.no_grad():
         logits = model(torch.arange(600)[None]).logits
     torch.testing.assert_close(logits, expected("yarn", 2, temperature="logits"), rtol=0, atol=1e-5)
+
+
+def test_a_dynamic_patch_reads_short_text_as_before_and_names_load_pretrained(posext: Any, tmp_path: Path) -> None:
+    outcome = posext("patch", "demo:llama", "--factor", "4", "--dynamic", "--out", tmp_path)
+    assert outcome.code == 0
+    assert "patch: yarn (dynamic) x4 (256 -> 1024 tokens), follows the length of the text" in outcome.out
+    assert f"load it with hf_posext.load_pretrained({str(tmp_path)!r})" in outcome.out
+    model = hf_posext.load_pretrained(tmp_path, dtype=torch.float32).eval()
+    unpatched, _, _ = load_demo("llama")
+    ids = torch.arange(600)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, :256]).logits, unpatched(ids[:, :256]).logits)
+        long, before = model(ids).logits, unpatched(ids).logits
+    torch.testing.assert_close(long[:, :256], before[:, :256], rtol=0, atol=1e-4)
+    assert (long - before)[:, 256:].abs().max() > 1
+    torch.testing.assert_close(long, expected("yarn", 4, dynamic=True), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "dynamic"),
+    [([], False), (["--dynamic"], True), (["--no-dynamic"], False), (["--method", "dynamic"], True)],
+)
+def test_the_record_says_whether_the_factor_follows_the_length(
+    posext: Any, tmp_path: Path, words: list[str], dynamic: bool
+) -> None:
+    data = posext("patch", "demo:llama", "--factor", "2", *words, "--out", tmp_path, "--json").data
+    assert data["record"]["dynamic"] is dynamic
+    assert data["loads_with"].startswith("hf_posext.load_pretrained" if dynamic else "plain transformers")
+
+
+def test_dynamic_is_refused_on_one_line_where_attention_is_not_in_the_registry(posext: Any, tmp_path: Path) -> None:
+    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    FalconForCausalLM(config).save_pretrained(tmp_path / "model")
+    words = ["--method", "pi", "--factor", "2", "--dynamic", "--out", tmp_path / "out"]
+    outcome = posext("patch", tmp_path / "model", *words)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("error: No attention of FalconModel")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_tokenizer_is_saved_and_that_is_said(posext: Any, tmp_path: Path) -> None:

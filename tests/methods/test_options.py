@@ -125,9 +125,9 @@ def test_llama3_takes_its_ends_from_its_options(low: float, high: float) -> None
     np.testing.assert_allclose(inv_freq, reference.llama3(D, BASE, S, N, low, high), rtol=1e-12)
 
 
-def test_longrope_takes_a_short_list_that_is_the_long_one() -> None:
+def test_longrope_has_the_long_list_beyond_the_trained_length() -> None:
     ratios = reference.longrope_ratios(D, S)
-    both = apply("longrope", long_factor=ratios, short_factor=list(ratios))
+    both = apply("longrope", long_factor=ratios, short_factor=[1.0] * len(ratios))
     assert torch.equal(both.inv_freq, apply("longrope", long_factor=ratios).inv_freq)
 
 
@@ -185,12 +185,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     ("longrope", {"long_factor": ["1", *ONES[1:]]}, TypeError, r"`long_factor` must be .*, got '1' of type str\."),
     ("longrope", {"long_factor": ONES, "short_factor": ONES[1:]}, ValueError, r"`short_factor` must have 64 values"),
-    (
-        "longrope",
-        {"long_factor": ONES, "short_factor": [2.0, *ONES[1:]]},
-        ValueError,
-        r"`short_factor` must equal `long_factor`: this method uses one list at every length\.",
-    ),
     ("longrope", {"long_factor": ONES, "attention_factor": -1}, ValueError, r"`attention_factor` must be .*, got -1\."),
     ("abf", {"rope_theta": 0}, ValueError, r"`rope_theta` must be a finite number > 0, got 0\."),
     ("abf", {"rope_theta": "5e5"}, TypeError, r"`rope_theta` must be a finite number > 0, got '5e5' of type str\."),
