@@ -46,6 +46,7 @@ def schedule_of(site: Site, spectrum: Spectrum, plan: Plan) -> Schedule:
         change = method.change(site.mechanism, spectrum, scale, limit, options)
         return change.inv_freq, change.attention_scaling, change.logit_scale
 
+    changes.__annotations__.clear()  # the tracer would keep them as strings, which cannot be pickled
     try:
         traced = torch.fx.symbolic_trace(changes)
     except (torch.fx.proxy.TraceError, TypeError) as error:
