@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_posext.compat import quiet
 from tests.architectures import ARCHITECTURE, TRAINED_LENGTH, tiny_model
 from tests.dynamic import (
     BROAD_CASES,
@@ -217,7 +218,7 @@ def test_a_cache_that_was_reset_starts_again(row: str, cache: str) -> None:
     held = CACHES[cache](model, LENGTH)
     in_pieces(model, text(seed=1), [PREFILL, 27, 1], held)
     held.reset()
-    if int(held.get_seq_length()) > 0:
+    if any(layer.keys is not None and not layer.is_compileable for layer in held.layers):
         pytest.skip("before transformers 5.24 a reset leaves zeros in a dynamic cache")
     assert_close(in_pieces(model, text(FINAL), steps(30, FINAL), held), whole(model, text(FINAL)))
 
@@ -233,7 +234,8 @@ def generated(model: Any, tokens: Tensor, **options: Any) -> list[list[int]]:
 def generates_with_a_cache(row: str) -> bool:
     """Whether the unpatched model does beyond N: before transformers 5.24 Phi-3 loses its prompt there."""
     model, prompt = shared_unpatched(row), text(PROMPT)
-    return generated(model, prompt) == generated(model, prompt, use_cache=False)
+    with quiet():  # transformers warns of reading past the length of the model, and rightly
+        return generated(model, prompt) == generated(model, prompt, use_cache=False)
 
 
 def model_that_generates(row: str, kind: str) -> Any:

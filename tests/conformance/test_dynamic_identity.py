@@ -217,7 +217,7 @@ def test_unpatching_gives_everything_back(row: str, kind: str) -> None:
     assert model.config._attn_implementation == implementation
 
 
-LOADED_TOO = ("qwen2_vl", "deepseek_v3", "gptj", "modernbert", "llama_yarn")
+LOADED_TOO = ("qwen2_vl", "deepseek_v3", "gptj", "modernbert")
 
 
 @pytest.mark.parametrize(
@@ -333,6 +333,7 @@ def test_another_attention_implementation_keeps_the_scaling(row: str) -> None:
 def neox_japanese() -> Any:
     """GPT-NeoX-Japanese."""
     settings = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"bos_token_id": 1, "eos_token_id": 2}
     return build("AutoModelForCausalLM", "gpt_neox_japanese", {**settings, "max_position_embeddings": TRAINED_LENGTH})
 
 
