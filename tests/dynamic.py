@@ -171,7 +171,7 @@ def in_pieces(
         sizes: lengths of the pieces; their sum is L.
         cache: grows by L.
         mask: [B, W] of what the cache holds and the new tokens; positions are then those of unmasked tokens.
-        axes: position axes, all with the same positions.
+        axes: position axes, all with the same positions; 0 to leave positions to the model, which numbers slots.
     """
     found, begin = [], 0
     for size in sizes:
@@ -180,7 +180,8 @@ def in_pieces(
             seen = mask.shape[1] - tokens.shape[1] + begin + size
             inputs["attention_mask"] = mask[:, :seen]
             places = positions(mask[:, :seen])[:, -size:]
-            inputs["position_ids"] = places if axes == 1 else places.expand(axes, -1, -1)
+            if axes > 0:
+                inputs["position_ids"] = places if axes == 1 else places.expand(axes, -1, -1)
         found.append(model(input_ids=tokens[:, begin : begin + size], use_cache=True, **inputs).logits)
         begin += size
     assert begin == tokens.shape[1]

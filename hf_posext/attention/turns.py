@@ -46,7 +46,7 @@ class Forward:
         name = f"levels {schedule.name}"
         if name not in self.made:
             lengths = self.now.token_lengths()
-            readable = lengths.shape[1] == 1 and lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+            readable = lengths.shape[1] == 1 and lengths.device.type == "cpu" and not is_expression()
             self.made[name] = tuple(schedule.level(lengths).flatten().tolist()) if readable else None
         return self.made[name]
 
@@ -125,13 +125,13 @@ class Forward:
         return self.made[name]
 
     def room(self, states: Tensor, use: str) -> Tensor | None:
-        """Memory for turned states, the same for every layer; None where gradients or a compiler want an expression."""
+        """Memory for turned states, the same for all blocks and layers; None where results must be expressions."""
         if is_expression():
             return None
-        name = f"{use} {tuple(states.shape)} {states.dtype} {states.device}"
-        if name not in self.made:
-            self.made[name] = torch.empty_like(states, memory_format=torch.contiguous_format)
-        return self.made[name]
+        name = f"{use} {states.dtype} {states.device}"
+        if name not in self.made or self.made[name].numel() < states.numel():
+            self.made[name] = states.new_empty(states.numel() * 5 // 4)  # blocks grow: not for each of them anew
+        return self.made[name][: states.numel()].view(states.shape)
 
 
 def is_expression() -> bool:
