@@ -41,6 +41,14 @@ def test_the_first_python_block_runs(capsys):
     assert not hasattr(namespace["model"].config, "posext")
 
 
+def test_the_block_on_short_prompts_runs():
+    """Its asserts say that short text keeps every bit, and that a cache changes no answer."""
+    namespace: dict = {}
+    exec("import hf_posext\nfrom hf_posext.demo import load_demo", namespace)
+    exec(blocks("python")[1], namespace)
+    assert namespace["model"].config.posext["dynamic"]
+
+
 def test_the_set_up_is_exactly_two_commands_and_ci_runs_the_second():
     commands = [line for block in blocks("bash")[:2] for line in block.strip().splitlines()]
     assert commands == [

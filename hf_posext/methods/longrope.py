@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,18 @@ from hf_posext.contract import RotaryChange, Spectrum
 from hf_posext.methods._wavelengths import Factor, as_tensor
 from hf_posext.methods.registry import method
 
+
+def has_two_lists(long_factor: Sequence[float], short_factor: Sequence[float] | None = None, **_: Any) -> bool:
+    """Whether short text has a list of its own, not the long one again as in configs for one list at every length."""
+    return short_factor is not None and list(short_factor) != list(long_factor)
+
+
 longrope = method(
     "longrope",
     aliases=("su",),
     summary="divide each channel by its own factor; with a second list for short text, switched at N",
     paper="Ding et al. 2024, arXiv 2402.13753, eq. 2",
-    follows_length=lambda options: options.get("short_factor") is not None,
+    follows_length=lambda options: has_two_lists(**options),
 )
 
 
