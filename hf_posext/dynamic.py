@@ -94,13 +94,7 @@ def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
             owner,
             dynamics,
             {
-                module: Turning(
-                    interface.eager_of(module),
-                    layout,
-                    schedules[str(site)],
-                    bool(getattr(module, "is_causal", True)),
-                    dynamics,
-                )
+                module: Turning(layout, schedules[str(site)], bool(getattr(module, "is_causal", True)), dynamics)
                 for module, (site, layout) in layouts.items()
             },
         )
@@ -136,7 +130,7 @@ def checked_scale(plan: Plan) -> float:
 
 
 def check(
-    model: nn.Module, plan: Plan, sites: list[Site], depth: str, short: Tensor | None, long: Tensor | None
+    model: nn.Module, plan: Plan, sites: list[Site], depth: str, reach: int, short: Tensor | None, long: Tensor | None
 ) -> None:
     """Demands that short text is untouched and that text at some scale is read as with that factor fixed.
 
@@ -145,6 +139,7 @@ def check(
         plan: of the patch.
         sites: its sites.
         depth: how far the outputs to compare with ran.
+        reach: tokens up to which the model must be as before, as `short_reach` before the patch.
         short: output of the unpatched model for a few tokens within N.
         long: output of `run_fixed`; None for either where the model cannot run on token ids alone.
 
@@ -155,7 +150,6 @@ def check(
     probe.check_effect(short, long, sites, depth)
     if short is None or long is None:
         return
-    reach = min(each.schedule.switch_length for each in turnings(model))
     now = probe.run(model, sites, depth, reach)
     if now is None or (keeps_short(plan) and not torch.equal(now, short)):
         raise PatchError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posext import mechanisms
+from hf_posext.arguments import check_length
 from hf_posext.attention.scaling import OWNER, Dynamics, turnings
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
@@ -35,10 +36,9 @@ def scale_for(model: nn.Module, length: int) -> float:
 
     Raises:
         PatchError: the model is not patched.
-        ValueError: a length below 1.
+        TypeError, ValueError: not a whole number of tokens, or below 1.
     """
-    if length < 1:
-        raise ValueError(f"`length` must be at least 1 token, got {length!r}.")
+    check_length("length", length)
     record = record_of(model)
     if record is None:
         raise PatchError("The model is not patched, so no text is scaled. Call `patch_model` first.")
@@ -62,52 +62,47 @@ def fixed_length(model: nn.Module, length: int | Sequence[int] | Tensor) -> Iter
 
     Raises:
         PatchError: no dynamic scaling in force, or a block inside another.
-        ValueError: a length below 1.
+        TypeError, ValueError: not a whole number of tokens, or below 1.
     """
     dynamics = [module.__dict__[OWNER] for module in model.modules() if OWNER in module.__dict__]
     if not dynamics:
         raise PatchError("No length can be fixed: the model is not patched with dynamic=True.")
     if any(each.fixed is not None for each in dynamics):
         raise PatchError("A length is fixed already. Leave that block first.")
-    lengths = torch.as_tensor(length).reshape(-1).cpu()
-    if int(lengths.min()) < 1:
-        raise ValueError(f"`length` must be at least 1 token, got {length!r}.")
+    rows = torch.as_tensor(length).reshape(-1).tolist()
+    lengths = torch.tensor([check_length("length", row) for row in rows])
+    schedule = next(iter(dynamics[0].schedules.values()))
+    levels = tuple(schedule.level(lengths.to(schedule.base.device)).tolist())
+    one_scale = len(set(levels)) == 1
     for each in dynamics:
-        each.fixed = lengths
+        each.fixed, each.levels, each.is_set = lengths, levels[:1] if one_scale else levels, one_scale
     try:
-        with set_to_one_scale(model, dynamics, lengths):
+        with set_to(model, dynamics, lengths[:1]) if one_scale else nullcontext():
             yield model
     finally:
         for each in dynamics:
-            each.fixed = None
+            each.fixed, each.levels, each.is_set = None, None, False
 
 
 @contextmanager
-def set_to_one_scale(model: nn.Module, dynamics: list[Dynamics], lengths: Tensor) -> Iterator[None]:
-    """Puts the scale of some lengths into the rotary modules, if all have the same; else they go on being turned."""
+def set_to(model: nn.Module, dynamics: list[Dynamics], length: Tensor) -> Iterator[None]:
+    """Puts the scale of one length, [1] int64, into the rotary modules."""
     schedules = {name: schedule for each in dynamics for name, schedule in each.schedules.items()}
-    first = next(iter(schedules.values()))
-    levels = first.level(lengths.to(first.base.device))
-    if not bool((levels == levels[0]).all()):
-        yield
-        return
     sites = [site for site in mechanisms.find_sites(model) if str(site) in schedules]
-    for each in dynamics:
-        each.level = float(levels[0])
+    logit_scale = 1.0
     try:
         for site in sites:
             schedule = schedules[str(site)]
-            inv_freq, ratio, logit_scale = schedule.changed(lengths[:1].to(schedule.base.device))
+            inv_freq, ratio, logit = schedule.changed(length.to(schedule.base.device))
             put(site, inv_freq[0].cpu(), schedule.scaling * float(ratio))
-        if first.scales_logits:
-            logits.write(model, sites, float(logit_scale))
+            logit_scale = float(logit)
+        if logit_scale != 1:
+            logits.write(model, sites, logit_scale)
         yield
     finally:
         logits.restore(model)
         for site in sites:
             put(site, schedules[str(site)].base.cpu(), schedules[str(site)].scaling)
-        for each in dynamics:
-            each.level = None
 
 
 def put(site: Site, inv_freq: Tensor, scaling: float) -> None:

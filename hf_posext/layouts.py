@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ class Heads:
     query: Tensor
     key: Tensor
     by_keyword: bool
+
+
+@dataclass
+class Watcher:
+    """An adapter that keeps what it is called with and answers zeros."""
+
+    heads: dict[nn.Module, Heads] = field(default_factory=dict)
+
+    def attend(self, call: interface.Call) -> interface.Attended:
+        """Zeros, so that no layer sees what a former one made of positions."""
+        query, key = call.query, call.key
+        if call.module not in self.heads and query.shape[2] == key.shape[2] == TOKENS:
+            self.heads[call.module] = Heads(query[0, 0].clone(), key[0, 0].clone(), KEYWORD in call.options)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], call.value.shape[-1]), None
 
 
 def find_layouts(owner: PreTrainedModel, sites: list[Site]) -> tuple[dict[nn.Module, tuple[Site, Layout]], bool]:
@@ -100,13 +114,7 @@ def watch(owner: PreTrainedModel, sites: list[Site], spectra: list[Tensor]) -> d
     Raises:
         PatchError: the model cannot run on token ids alone.
     """
-    heads: dict[nn.Module, Heads] = {}
-
-    def watcher(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        if module not in heads and query.shape[2] == key.shape[2] == TOKENS:
-            heads[module] = Heads(query[0, 0].clone(), key[0, 0].clone(), KEYWORD in options)
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-
+    watcher = Watcher()
     for site, inv_freq in zip(sites, spectra, strict=True):
         scaling = mechanisms.read(site, 1).attention_scaling
         mechanisms.write(site, RotaryChange(inv_freq, scaling), TOKENS)
@@ -122,7 +130,7 @@ def watch(owner: PreTrainedModel, sites: list[Site], spectra: list[Tensor]) -> d
         inputs[KEYWORD] = None
     every_gpu = range(torch.cuda.device_count())
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), interface.watching(watcher):
+        with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), interface.adapted(owner.modules(), watcher):
             torch.manual_seed(0)  # dropout of a model in training mode is the same in both runs
             owner(**inputs)
     except Exception as error:  # whatever a foreign forward raises
@@ -130,7 +138,7 @@ def watch(owner: PreTrainedModel, sites: list[Site], spectra: list[Tensor]) -> d
             f"{type(owner).__name__} could not be run on a few token ids to see how it rotates "
             f"({type(error).__name__}: {error}). Patch with dynamic=False, or after the weights are loaded."
         ) from error
-    return heads
+    return watcher.heads
 
 
 def layout_of(

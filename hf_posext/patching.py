@@ -153,7 +153,7 @@ def apply(model: nn.Module, plan: Plan) -> None:
             fixed = dynamics.run_fixed(model, plan, sites, depth, reach) if plan.dynamic and plan.is_active else None
             write(model, sites, plan, earlier)
             if plan.is_active and plan.dynamic:
-                dynamics.check(model, plan, sites, depth, baseline, fixed)
+                dynamics.check(model, plan, sites, depth, reach, baseline, fixed)
             elif plan.is_active:
                 probe.check_turns(*plan.active(sites))
                 after = probe.run(model, sites, depth, reach)

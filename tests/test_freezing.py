@@ -82,7 +82,7 @@ def test_nothing_is_left_of_a_frozen_generation() -> None:
 def test_a_cache_belongs_to_its_scale() -> None:
     model, tokens = frozen("llama", "yarn"), tiny_inputs(PROMPT)["input_ids"]
     cache = model.generate(tokens, attention_mask=torch.ones_like(tokens), **GENERATE)[cache_name(model)]
-    with pytest.raises(ValueError, match=r"filled at scale 2 and would be read at a scale that follows the length"):
+    with pytest.raises(ValueError, match=r"filled at scale 2 and would be read at live scales"):
         model(tokens[:, :1], **{cache_name(model): cache})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -19,57 +20,59 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 PREFIX = "posext_"
 EAGER = "eager"
 ADAPTER = "_posext_attention"
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
+Attended = tuple[Tensor, Tensor | None]
+Attention = Callable[..., Attended]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention function, as transformers makes it.
+
+    Attributes:
+        attention: the function that the model itself would call.
+        module: the attention module.
+        query: [B, H, L, D].
+        key: [B, G, S, D].
+        value: [B, G, S, D of values].
+        mask: as the implementation wants it, or None.
+        options: the other keyword arguments.
+    """
+
+    attention: Attention
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: dict[str, Any]
+
+    def run(self) -> Attended:
+        """What the model's own function answers: [B, L, H, D of values], and weights [B, H, L, S] or None."""
+        return self.attention(self.module, self.query, self.key, self.value, self.mask, **self.options)
 
 
 class Adapter(Protocol):
     """What one attention module puts between itself and the model's own attention function."""
 
-    eager: Attention | None
-    """The eager attention function of the file that defines the module, which no registry lists."""
-
-    def attend(
-        self,
-        attention: Attention,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What `attention` answers, [B, L, H, D] and weights or None; queries [B, H, L, D], keys [B, G, S, D]."""
+    def attend(self, call: Call) -> Attended:
+        """The answer to a call, as `Call.run`."""
 
 
-_watchers: list[Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]] = []
-
-
-def eager_of(module: nn.Module) -> Attention | None:
-    """The eager attention function beside a module's class; None where the file has none."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+def eager_of(module: nn.Module) -> Attention:
+    """The eager attention function, which stands beside a module's class and in no registry."""
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def make_twin(inner: str) -> Attention:
     """The function behind `posext_<inner>`."""
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if _watchers:
-            return _watchers[-1](module, query, key, value, options), None
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+    ) -> Attended:
+        attention = eager_of(module) if inner == EAGER else ALL_ATTENTION_FUNCTIONS[inner]
+        call = Call(attention, module, query, key, value, attention_mask, options)
         adapter: Adapter | None = module.__dict__.get(ADAPTER)
-        if inner != EAGER:
-            attention = ALL_ATTENTION_FUNCTIONS[inner]
-        else:
-            attention = (adapter.eager if adapter is not None else None) or eager_of(module)
-        if adapter is None:
-            return attention(module, query, key, value, attention_mask, **options)
-        return adapter.attend(attention, module, query, key, value, attention_mask, options)
+        return call.run() if adapter is None else adapter.attend(call)
 
     return forward
 
@@ -108,10 +111,13 @@ def give_back(configs: Iterable[PreTrainedConfig]) -> None:
 
 
 @contextmanager
-def watching(watcher: Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]) -> Iterator[None]:
-    """For the length of a block twins call `watcher(module, query, key, value, options)` in place of attending."""
-    _watchers.append(watcher)
+def adapted(modules: Iterable[nn.Module], adapter: Adapter) -> Iterator[None]:
+    """All modules with one adapter, for the length of a block; then with none."""
+    modules = list(modules)
+    for module in modules:
+        module.__dict__[ADAPTER] = adapter
     try:
         yield
     finally:
-        _watchers.pop()
+        for module in modules:
+            del module.__dict__[ADAPTER]

@@ -17,7 +17,7 @@ from hf_posext.attention.schedule import Schedule
 from hf_posext.attention.turns import KEYWORD, Forward, Turning
 
 OWNER = "_posext_dynamic"
-LEVEL = "_posext_level"
+LEVELS = "_posext_levels"
 
 
 @dataclass
@@ -31,7 +31,8 @@ class Dynamics:
         by_keyword: whether keyword arguments of its forward reach every attention module.
         forward: the forward that runs now, where they do not.
         fixed: the lengths, [B] int64, at which the rows of a generation are read until it ends; None for live lengths.
-        level: what the rotary modules themselves are set to while one scale is fixed for all rows; None for short text.
+        levels: those of the fixed lengths, which a cache that is filled now belongs to; None for live lengths.
+        is_set: whether the rotary modules are set to the one fixed scale, so that nothing is left to turn.
     """
 
     configs: list[PreTrainedConfig]
@@ -40,7 +41,8 @@ class Dynamics:
     by_keyword: bool
     forward: Forward | None = None
     fixed: Tensor | None = None
-    level: float | None = None
+    levels: tuple[float, ...] | None = None
+    is_set: bool = False
 
     def argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Any:
         """The first argument under one of several names that is given and not None."""
@@ -64,7 +66,7 @@ def before_forward(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache = getattr(cache, "self_attention_cache", cache)
     if not torch.compiler.is_compiling():
         let_grow(cache)
-    check_level(dynamics, cache)
+    check_levels(dynamics, cache)
     forward = Forward(
         present(
             dynamics.argument(args, kwargs, "position_ids"),
@@ -93,8 +95,8 @@ def after_forward(owner: nn.Module, args: Any, output: Any) -> None:
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None:
         return
-    if dynamics.level is not None:
-        cache.__dict__[LEVEL] = dynamics.level
+    if dynamics.levels is not None:
+        cache.__dict__[LEVELS] = dynamics.levels
     if forward is not None and (forward.now.given or forward.now.noted is not None):
         note_positions(cache, places_after(forward.now))
 
@@ -121,19 +123,18 @@ def places_after(now: Present) -> Tensor:
     return torch.cat((before.expand(axes, batch, -1), now.positions.expand(axes, batch, -1)), dim=-1)
 
 
-def check_level(dynamics: Dynamics, cache: Any) -> None:
-    """Refuses a cache whose keys are at another scale than they would be read at.
+def check_levels(dynamics: Dynamics, cache: Any) -> None:
+    """Refuses a cache that was filled at other scales than it would be read at.
 
     Raises:
-        ValueError: with both scales.
+        ValueError: with both.
     """
     if cache is None or torch.compiler.is_compiling():
         return
-    there = cache.__dict__.get(LEVEL)
-    if there != dynamics.level and (there is not None or int(cache.get_seq_length()) > 0):
+    there, now = cache.__dict__.get(LEVELS), dynamics.levels
+    if there != now and (there is not None or int(cache.get_seq_length()) > 0):
         words = [
-            f"scale {each:g}" if each is not None else "a scale that follows the length"
-            for each in (there, dynamics.level)
+            f"scale {', '.join(f'{max(each, 1):g}' for each in way)}" if way else "live scales" for way in (there, now)
         ]
         raise ValueError(
             f"The cache was filled at {words[0]} and would be read at {words[1]}. Start with an empty cache, or patch "

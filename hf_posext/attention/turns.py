@@ -8,14 +8,14 @@ turned, or turned by angle 0, which gives back every bit.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_posext.attention import blocks, interface
+from hf_posext.attention import blocks
+from hf_posext.attention.interface import Attended, Call
 from hf_posext.attention.layout import Layout
 from hf_posext.attention.present import Present
 from hf_posext.attention.schedule import Schedule
@@ -181,96 +181,79 @@ def grown_table(
 class Turning:
     """What one attention module does with its queries and keys: the adapter that `interface` looks for."""
 
-    eager: interface.Attention | None
     layout: Layout
     schedule: Schedule
     is_causal: bool
     dynamics: Dynamics
 
-    def attend(
-        self,
-        attention: interface.Attention,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, call: Call) -> Attended:
         """Attention in which each query meets the keys at the scale of its own length."""
+        options = dict(call.options)
         forward: Forward | None = options.pop(KEYWORD, None) if self.dynamics.by_keyword else self.dynamics.forward
+        call = replace(call, options=options)
         if forward is None:
             raise PatchError(
                 "An attention layer with dynamic scaling ran outside of the forward of its model. Call the model, not "
                 "its layers; if this is gradient checkpointing, train without it or patch with dynamic=False."
             )
-        length, keys = query.shape[2], key.shape[2]
         compiling = torch.compiler.is_compiling()
-        set_already = self.dynamics.level is not None  # the rotary modules turn by the fixed scale themselves
-        if set_already or (self.is_causal and not compiling and forward.is_short(self.schedule)):
-            return attention(module, query, key, value, mask, **options)
-        if length == 1 or not self.is_causal:
+        if self.dynamics.is_set or (self.is_causal and not compiling and forward.is_short(self.schedule)):
+            return call.run()
+        if call.query.shape[2] == 1 or not self.is_causal:
             whole = not self.is_causal
-            turned, near = self.turned_queries(forward, query, whole), self.turned_keys(forward, key, keys, 0, whole)
-            return attention(module, turned, near, value, mask, **options)
-        if compiling:
-            return self.attend_compiled(forward, attention, module, query, key, value, mask, options)
-        turned = self.turned_queries(forward, query, False)
+            query = self.turned_queries(forward, call.query, whole)
+            return replace(call, query=query, key=self.turned_keys(forward, call.key, call.key, 0, whole)).run()
+        return self.attend_compiled(forward, call) if compiling else self.attend_in_blocks(forward, call)
+
+    def attend_in_blocks(self, forward: Forward, call: Call) -> Attended:
+        """`attend` of several queries: those that share a scale share keys turned for it."""
+        length, keys, has_rows = call.query.shape[2], call.key.shape[2], blocks.has_rows(call.mask)
         parts = []
         for begin, end, is_short in forward.runs(self.schedule):
-            has_rows = mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2)
-            seen = keys if has_rows else min(forward.past(), keys - length) + end  # rows may let a token see later ones
-            near = key[:, :, :seen]
+            seen = keys if has_rows else min(forward.past(), keys - length) + end
+            query, key = call.query[:, :, begin:end], call.key[:, :, :seen]
             if not is_short:
-                near = self.turned_keys(forward, near, keys, begin)
-            part = blocks.mask_of_block(mask, begin, end, seen, attention, key)
-            states = turned[:, :, begin:end], near, value[:, :, :seen]
-            attend = attention if has_rows else functools.partial(blocks.attend_block, attention)
-            parts.append(attend(module, *states, part, **options))
+                query = self.turned_queries(forward, query, False, begin)
+                key = self.turned_keys(forward, key, call.key, begin)
+            part = blocks.block(call, begin, end, query, key)
+            parts.append(part.run() if has_rows else blocks.run_causal(part))
         return blocks.joined(parts, keys)
 
-    def attend_compiled(
-        self,
-        forward: Forward,
-        attention: interface.Attention,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend_compiled(self, forward: Forward, call: Call) -> Attended:
         """`attend` of several queries without a branch on values: keys turned for each query, in L times the memory.
 
         Long prompts are better read before the model is compiled; a compiled step of generation has one query.
         """
-        length, keys = query.shape[2], key.shape[2]
+        length, keys = call.query.shape[2], call.key.shape[2]
         difference = forward.differences(self.schedule, False)[0]  # [B or 1, L, F]
         places = forward.key_positions(keys)  # [A, B or 1, S]
         batch = max(len(difference), places.shape[1])
         difference = difference.expand(batch, -1, -1).flatten(0, 1)[:, None]
         places = places.expand(-1, batch, -1).repeat_interleave(length, dim=1)
-        cosine, sine = table(places, difference, self.layout)
-        many = key.shape[0] // batch  # one row of positions may stand for all rows of the batch
-        turned = turn(
-            blocks.as_rows(key, length), cosine.repeat(many, 1, 1, 1), sine.repeat(many, 1, 1, 1), self.layout
+        many = call.key.shape[0] // batch  # one row of positions may stand for all rows of the batch
+        cosine, sine = (each.repeat(many, 1, 1, 1) for each in table(places, difference, self.layout))
+        return blocks.each_query_alone(
+            replace(
+                call,
+                query=self.turned_queries(forward, call.query, False),
+                key=turn(blocks.as_rows(call.key, length), cosine, sine, self.layout),
+                mask=blocks.causal(length, keys, call.key.device) if call.mask is None else call.mask,
+            )
         )
-        if mask is None:
-            mask = blocks.causal(length, keys, key.device)
-        query = self.turned_queries(forward, query, False)
-        return blocks.each_query_alone(attention, module, query, turned, value, mask, options)
 
-    def turned_queries(self, forward: Forward, query: Tensor, whole: bool) -> Tensor:
-        """Queries at the scale of their own length, or of their row's, with the temperature that goes with it."""
+    def turned_queries(self, forward: Forward, query: Tensor, whole: bool, begin: int = 0) -> Tensor:
+        """Queries from `begin` at the scale of their own length, or of their row's, with the temperature of it."""
+        here = slice(begin, begin + query.shape[2])
         cosine, sine = forward.query_table(self.schedule, self.layout, whole)
-        cosine, sine = cosine.to(query.device), sine.to(query.device)
+        cosine, sine = cosine[:, :, here].to(query.device), sine[:, :, here].to(query.device)
         if not self.schedule.scales_logits:
             return turn(query, cosine, sine, self.layout, forward.room(query, "queries"))
         logit = forward.differences(self.schedule, whole)[2].to(query.device)[:, None, :, None]
+        logit = logit if whole else logit[:, :, here]
         exact = query.float() * logit  # channels without rotation too, rounded once together with the turn
         return turn(exact, cosine, sine, self.layout, forward.room(exact, "queries")).to(query.dtype)
 
-    def turned_keys(self, forward: Forward, key: Tensor, keys: int, at: int, whole: bool = False) -> Tensor:
-        """The first of the last `keys` keys as the token `at` reads them."""
-        cosine, sine = forward.key_table(self.schedule, self.layout, keys, key.shape[2], whole, at)
+    def turned_keys(self, forward: Forward, key: Tensor, keys: Tensor, at: int, whole: bool = False) -> Tensor:
+        """The first of all keys as the token `at` reads them."""
+        cosine, sine = forward.key_table(self.schedule, self.layout, keys.shape[2], key.shape[2], whole, at)
         return turn(key, cosine.to(key.device), sine.to(key.device), self.layout, forward.room(key, "keys"))
