@@ -105,7 +105,8 @@ class PositionReport(Report):
             return f"trained for {self.trained_length} tokens, not patched"
         state = "" if self.in_force else ", RECORDED BUT NOT IN FORCE"
         method, factor = self.record["method"], self.record["factor"]
-        return f"trained for {self.trained_length}, reads {self.usable_length} tokens by {method} x{factor:g}{state}"
+        how = f"{method} (dynamic)" if self.record["dynamic"] else method
+        return f"trained for {self.trained_length}, reads {self.usable_length} tokens by {how} x{factor:g}{state}"
 
 
 def inspect_model(model: nn.Module) -> PositionReport:

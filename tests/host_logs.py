@@ -14,6 +14,9 @@ ALLOWED_LOGS: dict[str, str] = {
     r"Unrecognized keys in `rope_parameters` for .*'longrope': \{'mscale(_all_dim)?', 'mscale(_all_dim)?'\}": (
         "DeepSeek-V3 takes the temperature of its softmax from these keys under any scaling type"
     ),
+    r"The explicitly set RoPE scaling factor .*'factor'\] = 4\.0\) does not match .* = 16\.0\)": (
+        "no config can say a factor that follows the length: 4x over a checkpoint with YaRN 4x has lengths of 16x"
+    ),
 }
 """Pattern of a log line, and why a correct use may cause it."""
 

@@ -78,7 +78,7 @@ def causal(queries: int, keys: int, device: torch.device) -> Tensor:
 def run_causal(call: Call) -> Attended:
     """`Call.run` of a block whose last query sees the last key and whose mask says no more than that.
 
-    transformers copies grouped keys for every head of queries where there is a mask, here for every block again; torch's
+    transformers copies grouped keys for every head of queries where there is a mask, here for each block again; torch's
     CPU kernel needs no copies, and in float32 no mask either.
     """
     options = call.options

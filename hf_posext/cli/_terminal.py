@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_posext.evaluation.perplexity import PerplexityReport
-    from hf_posext.inspection import PositionReport
 
 DEMO = "demo:"
 
@@ -126,7 +125,7 @@ def load_tokenizer(name: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(locate(name))
-    except (OSError, ValueError):
+    except (ImportError, OSError, ValueError):  # a tokenizer may want a package that is not here
         return None
 
 
@@ -166,15 +165,6 @@ def show(*parts: RenderableType) -> None:
         console.width = TEXT_WIDTH
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
-
-
-def dynamic_lines(report: PositionReport) -> list[str]:
-    """The line below the table of a model whose patch follows the length of the text; none for any other."""
-    if report.record is None or not report.record["dynamic"]:
-        return []
-    from hf_posext.records import PatchRecord
-
-    return [f"patch: {PatchRecord.from_dict(report.record).describe()}, follows the length of the text"]
 
 
 def show_json(data: Mapping[str, Any]) -> None:

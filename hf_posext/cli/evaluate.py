@@ -11,6 +11,7 @@ import typer
 
 from hf_posext.cli._terminal import (
     DEMO,
+    DynamicOption,
     FactorOption,
     JsonOption,
     LayersOption,
@@ -40,6 +41,7 @@ def run(
     ] = None,
     factor: FactorOption = None,
     target_length: TargetLengthOption = None,
+    dynamic: DynamicOption = False,
     layers: LayersOption = "full",
     option: OptionOption = None,
     protocol: Annotated[str, typer.Option(help="tail, full, sliding or disjoint.")] = "tail",
@@ -53,15 +55,17 @@ def run(
 ) -> None:
     """Measure perplexity at several context lengths, on the same tokens, with intervals over documents."""
     lengths, options, texts = parse_lengths(context_lengths), parse_options(option), read_texts(model, text)
-    if method is None and (options or factor is not None or target_length is not None):
-        raise ValueError("`--factor`, `--target-length` and `--option` belong to a method. Give --method as well.")
+    if method is None and (options or dynamic or factor is not None or target_length is not None):
+        raise ValueError(
+            "`--factor`, `--target-length`, `--dynamic` and `--option` belong to a method. Give --method as well."
+        )
     with quiet():
         from hf_posext.evaluation.perplexity import perplexity
         from hf_posext.patching import patch_model
 
         network, tokenizer = load_for_scoring(model)
         if method is not None:
-            patch_model(network, method, factor, target_length=target_length, layers=layers, **options)
+            patch_model(network, method, factor, target_length=target_length, dynamic=dynamic, layers=layers, **options)
         report = perplexity(
             network,
             tokenizer,

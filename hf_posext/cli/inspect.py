@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_posext.cli._terminal import JsonOption, ModelArgument, dynamic_lines, load_model, quiet, show, show_json
+from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, quiet, show, show_json
 
 
 def run(model: ModelArgument, as_json: JsonOption = False) -> None:
@@ -14,4 +14,4 @@ def run(model: ModelArgument, as_json: JsonOption = False) -> None:
     if as_json:
         show_json(report.to_dict())
     else:
-        show(report, *dynamic_lines(report))
+        show(report)

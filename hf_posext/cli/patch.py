@@ -15,7 +15,6 @@ from hf_posext.cli._terminal import (
     ModelArgument,
     OptionOption,
     TargetLengthOption,
-    dynamic_lines,
     load_model,
     load_tokenizer,
     locate,
@@ -65,7 +64,7 @@ def run(
         show_json({**saved, "record": report.record, "inspect": report.to_dict()})
         return
     words = "with its tokenizer" if tokenizer is not None else "without a tokenizer, since none was found"
-    show(report, *dynamic_lines(report), f"saved to {out} {words}", f"load it with {loader}")
+    show(report, f"saved to {out} {words}", f"load it with {loader}")
 
 
 def check_folder(out: Path, model: str) -> None:

@@ -53,7 +53,8 @@ def _patches(report: PerplexityReport) -> list[str]:
     for arm, record in report.records.items():
         if record is not None:
             method = [] if record.get("method") == arm else [f"method {record.get('method', '?')}"]
-            text = ", ".join([*method, f"factor {record.get('factor', '?')}"])
+            dynamic = ["dynamic"] if record.get("dynamic") else []
+            text = ", ".join([*method, *dynamic, f"factor {record.get('factor', '?')}"])
             arms.setdefault(text, []).append(arm)
     return [f"{', '.join(names)}: {text}" for text, names in arms.items()]
 

@@ -36,6 +36,18 @@ def test_the_rows_are_those_of_perplexity(posext: Any, books: Path) -> None:
     assert outcome.data["record"]["method"] == "pi"
 
 
+def test_a_dynamic_factor_leaves_text_of_the_trained_length_alone(posext: Any, books: Path) -> None:
+    words = ["--context-lengths", "256,512", "--text", books, "--text-column", "body"]
+    plain = posext("eval", "demo:llama", *words, "--json").data["rows"]
+    outcome = posext("eval", "demo:llama", *words, "--method", "yarn", "--factor", "2", "--dynamic")
+    assert "yarn: dynamic, factor 2.0" in outcome.out
+    data = posext("eval", "demo:llama", *words, "--method", "yarn", "--factor", "2", "--dynamic", "--json").data
+    nll = {row["context_length"]: row["nll"] for row in data["rows"] if row["arm"] == "yarn"}
+    before = {row["context_length"]: row["nll"] for row in plain if row["arm"] == "none"}
+    assert nll[256] == before[256]
+    assert nll[512] < before[512]
+
+
 def test_the_demo_text_is_read_without_a_file(posext: Any) -> None:
     words = ["--context-lengths", "128", "--documents", "3", "--endpoints", "1", "--batch-size", "2", "--json"]
     (row, _) = posext("eval", "demo:llama", *words).data["rows"]

@@ -69,7 +69,7 @@ def test_a_patch_that_config_words_cannot_say_names_load_pretrained(posext: Any,
 def test_a_dynamic_patch_reads_short_text_as_before_and_names_load_pretrained(posext: Any, tmp_path: Path) -> None:
     outcome = posext("patch", "demo:llama", "--factor", "4", "--dynamic", "--out", tmp_path)
     assert outcome.code == 0
-    assert "patch: yarn (dynamic) x4 (256 -> 1024 tokens), follows the length of the text" in outcome.out
+    assert "trained for 256, reads 1024 tokens by yarn (dynamic) x4" in outcome.out
     assert f"load it with hf_posext.load_pretrained({str(tmp_path)!r})" in outcome.out
     model = hf_posext.load_pretrained(tmp_path, dtype=torch.float32).eval()
     unpatched, _, _ = load_demo("llama")

@@ -55,10 +55,12 @@ PROMPT = 29
 """Prompt length with which generation begins within N and ends beyond it."""
 
 
-@pytest.mark.parametrize(("row", "kind"), CORE_CASES)
+SHOWN = [case for case in CORE_CASES if case.values != ("gpt_neox", "ntk_by_parts")]
+"""All but one: of the two channels that GPT-NeoX rotates, this method keeps one, and the other hardly turns."""
+
+
+@pytest.mark.parametrize(("row", "kind"), SHOWN)
 def test_the_texts_of_these_tests_are_long_enough_to_show_a_difference(row: str, kind: str) -> None:
-    if (row, kind) == ("gpt_neox", "ntk_by_parts"):
-        pytest.skip("of its two channels one is kept and one hardly turns")
     change = whole(shared_model(row, kind), text()) - whole(shared_unpatched(row), text())
     assert change[:, TRAINED_LENGTH + 1 :].abs().amax(-1).min() > 20 * TOLERANCE
 
@@ -113,14 +115,15 @@ def test_the_cache_holds_what_the_unpatched_model_would_put_there(row: str, kind
     assert torch.equal(patched_cache.layers[0].keys, plain_cache.layers[0].keys)
 
 
-@pytest.mark.parametrize(("cache", "row", "kind"), EITHER_CACHE)
+# transformers cannot crop a static cache with sliding layers
+@pytest.mark.parametrize(("cache", "row", "kind"), [case for case in EITHER_CACHE if case[:2] != ("static", "gemma3")])
 def test_a_cropped_cache_continues_with_other_tokens(cache: str, row: str, kind: str) -> None:
     model, kept = shared_model(row, kind), 24
     other = torch.cat((text()[:, :kept], text(FINAL - kept, seed=1)), dim=1)
     held = CACHES[cache](model, LENGTH)
     in_pieces(model, text(), [PREFILL, 26, 1, 1], held)
-    if cache == "static" and (row == "gemma3" or not hasattr(held.layers[0], "crop")):
-        pytest.skip("this cache cannot be cropped")
+    if not hasattr(held.layers[0], "crop"):
+        pytest.skip("before transformers 5.24 a static cache cannot be cropped")
     held.crop(kept - LENGTH)
     assert_close(in_pieces(model, other[:, kept:], [1] * (FINAL - kept), held), whole(model, other)[:, kept:])
 

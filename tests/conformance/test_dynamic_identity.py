@@ -216,7 +216,7 @@ def test_unpatching_gives_everything_back(row: str, kind: str) -> None:
     assert model.config._attn_implementation == implementation
 
 
-LOADED_TOO = ("qwen2_vl", "deepseek_v3", "gptj", "modernbert")
+LOADED_TOO = ("qwen2_vl", "deepseek_v3", "gptj", "modernbert", "llama_yarn", "deepseek_v3_yarn")
 
 
 @pytest.mark.parametrize(
