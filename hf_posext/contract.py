@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,84 @@ class RotaryChange:
             and float(self.attention_scaling) == spectrum.attention_scaling
             and float(self.logit_scale) == 1.0
         )
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """What a site of learned or sinusoidal rows reads as.
+
+    Attributes:
+        rows: usable rows, one for each position that the model was given.
+        width: channels of a row.
+        trained_length: N in tokens, of the model as given.
+    """
+
+    rows: int
+    width: int
+    trained_length: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the attention of a model reads as, where a method acts on it alone.
+
+    Attributes:
+        trained_length: N in tokens, of the model as given.
+    """
+
+    trained_length: int
+
+
+@dataclass(frozen=True)
+class NoPosition:
+    """The site says nothing about positions: no rotation, or rows of zeros."""
+
+
+@dataclass(frozen=True)
+class LinearBias(NoPosition):
+    """The site says nothing, and the logits that it served get -slope x distance instead.
+
+    Attributes:
+        slopes: number of heads H -> slope of each, [H] float64 >= 0.
+        after: the same for keys behind the query, in bidirectional attention.
+    """
+
+    slopes: Callable[[int], Tensor]
+    after: Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Remap:
+    """Distances of at least `window` tokens are read as other ones; nearer ones stay as they are.
+
+    A query at p meets a key at p' as if they stood at f(p) + window - f(window) and f(p'), mirrored behind the query.
+
+    Attributes:
+        window: W in tokens.
+        group: tokens that share a place, f(p) = floor(p / group); 0 for no grouping.
+        rate: f(p) = rate x p, without grouping.
+        trained_length: N in tokens.
+        follows: whether the group is the smallest with which the text up to each query fits into N.
+        logn: whether logits are multiplied by max(1, ln(p + 1) / ln N) at query p.
+    """
+
+    window: int
+    group: int
+    rate: float
+    trained_length: int
+    follows: bool = False
+    logn: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """Keys at a distance of `width` tokens or more are not seen, but for the first `sinks` of a text."""
+
+    width: int
+    sinks: int
+
+
+Change = RotaryChange | NoPosition | Remap | Window
 
 
 @dataclass(frozen=True)

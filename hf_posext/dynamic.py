@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_posext import mechanisms, probe
 from hf_posext.attention import interface
-from hf_posext.attention.scaling import Dynamics, attach, turnings
+from hf_posext.attention.reading import attach
+from hf_posext.attention.scaling import Dynamics, turnings
 from hf_posext.attention.schedule import Schedule
 from hf_posext.attention.turns import Turning
 from hf_posext.configs import config_parts
@@ -89,7 +90,8 @@ def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
             schedule = schedules[str(site)]  # frequencies for short text, where no cast or loading can replace them
             mechanisms.write(site, RotaryChange(schedule.base, schedule.scaling), plan.target_length)
         here = {str(site): schedules[str(site)] for site in mine}
-        dynamics = Dynamics(configs, here, tuple(inspect.signature(owner.forward).parameters), by_keyword)
+        names = tuple(inspect.signature(owner.forward).parameters)
+        dynamics = Dynamics(configs, names, by_keyword, schedules=here)
         attach(
             owner,
             dynamics,
@@ -147,7 +149,7 @@ def check(
         NoEffectError: the fixed factor changes nothing.
         PatchError: any difference for short text, or more than rounding for long text.
     """
-    probe.check_effect(short, long, sites, depth)
+    probe.check_effect(short, long, plan.words, depth)
     if short is None or long is None:
         return
     now = probe.run(model, sites, depth, reach)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_posext import mechanisms
 from hf_posext.arguments import check_length
-from hf_posext.attention.scaling import OWNER, Dynamics, turnings
+from hf_posext.attention.reading import readers
+from hf_posext.attention.scaling import Dynamics, turnings
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
 from hf_posext.mechanisms import logits
@@ -64,7 +65,7 @@ def fixed_length(model: nn.Module, length: int | Sequence[int] | Tensor) -> Iter
         PatchError: no dynamic scaling in force, or a block inside another.
         TypeError, ValueError: not a whole number of tokens, or below 1.
     """
-    dynamics = [module.__dict__[OWNER] for module in model.modules() if OWNER in module.__dict__]
+    dynamics = [reader for reader in readers(model) if isinstance(reader, Dynamics)]
     if not dynamics:
         raise PatchError("No length can be fixed: the model is not patched with dynamic=True.")
     if any(each.fixed is not None for each in dynamics):

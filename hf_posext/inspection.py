@@ -12,9 +12,12 @@ from rich.text import Text
 from torch import nn
 
 from hf_posext import mechanisms
-from hf_posext.contract import MethodInfo, Site
+from hf_posext.attention.reading import adapters, readers
+from hf_posext.contract import MethodInfo, PositionTable, Site
+from hf_posext.in_attention import is_attention
 from hf_posext.lengths import trained_length
 from hf_posext.methods import REGISTRY
+from hf_posext.planning import ATTENTION
 from hf_posext.records import record_of
 from hf_posext.reports import Report
 
@@ -27,27 +30,40 @@ class SiteReport:
         mechanism: how position is encoded there.
         site: path of the module, with the layer type where there is one.
         module: class name.
-        base: theta.
+        is_patched: whether a patch that is in force covers the site.
+        is_off: whether the site is switched off, so that it says nothing about positions.
+        window: sliding window of the layers that the site serves, None without one.
+        base: theta; this and the next five of rotary sites only.
         rotated_width: R, channels of a head that rotate.
         attention_scaling: multiplier of cos and sin.
-        shortest_wavelength: in tokens.
+        shortest_wavelength: in tokens; None where no channel turns.
         longest_wavelength: in tokens; None where a channel does not turn.
         incomplete: channels pairs that never complete a turn within N, of rotated_width / 2.
-        is_patched: whether a patch that is in force covers the site.
-        window: sliding window of the layers that the site serves, None without one.
+        rows: of a table of positions.
     """
 
     mechanism: str
     site: str
     module: str
-    base: float
-    rotated_width: int
-    attention_scaling: float
-    shortest_wavelength: float
-    longest_wavelength: float | None
-    incomplete: int
     is_patched: bool
+    is_off: bool
     window: int | None
+    base: float | None = None
+    rotated_width: int | None = None
+    attention_scaling: float | None = None
+    shortest_wavelength: float | None = None
+    longest_wavelength: float | None = None
+    incomplete: int | None = None
+    rows: int | None = None
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Base, rotated channels, wavelengths and channels without a full turn as text."""
+        if self.base is None or self.rotated_width is None:
+            return "", "", f"{self.rows} rows", ""
+        shortest = "inf" if self.shortest_wavelength is None else f"{self.shortest_wavelength:.4g}"
+        longest = "inf" if self.longest_wavelength is None else f"{self.longest_wavelength:.4g}"
+        counts = f"{self.incomplete} of {self.rotated_width // 2}"
+        return f"{self.base:g}", str(self.rotated_width), f"{shortest} to {longest}", counts
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,15 +100,11 @@ class PositionReport(Report):
         for heading in ("mechanism", "site", "base", "rotated", "wavelengths (tokens)", "no full turn in N", "patched"):
             table.add_column(heading, overflow="fold")
         for site in self.sites:
-            longest = "inf" if site.longest_wavelength is None else f"{site.longest_wavelength:.4g}"
             table.add_row(
                 site.mechanism,
                 Text(f"{site.site}\n{site.module}"),  # a layer type in brackets is no markup
-                f"{site.base:g}",
-                str(site.rotated_width),
-                f"{site.shortest_wavelength:.4g} to {longest}",
-                f"{site.incomplete} of {site.rotated_width // 2}",
-                "yes" if site.is_patched else "no",
+                *site.cells(),
+                ("off" if site.is_off else "yes") if site.is_patched else "no",
             )
         lines = [f"note: {note}" for note in self.notes]
         if self.left_alone:
@@ -122,7 +134,7 @@ def inspect_model(model: nn.Module) -> PositionReport:
     record = record_of(root)
     length = record.trained_length if record else trained_length(root.config)
     sites = mechanisms.find_sites(model)
-    in_force = None if record is None else is_in_force(record.native, sites)
+    in_force = None if record is None else is_in_force(root, record.native, sites)
     changed = {name for step in record.steps() for name in step.sites} if record and in_force else set()
     rows = [site_report(site, length or 1, str(site) in changed) for site in sites]
     return PositionReport(
@@ -133,32 +145,37 @@ def inspect_model(model: nn.Module) -> PositionReport:
         in_force=in_force,
         sites=rows,
         left_alone=mechanisms.left_alone(model),
-        notes=notes_on(rows, length, in_force),
+        notes=[*notes_on(rows, length, in_force), *notes_on_attention(root)],
     )
 
 
-def is_in_force(native: str | None, sites: list[Site]) -> bool:
+def is_in_force(model: nn.Module, native: str | None, sites: list[Site]) -> bool:
     """Whether the modules act as a record says: they are held by a patch, or their own config says the same."""
-    return native is not None or any(mechanisms.holder_of(site.module) is not None for site in sites)
+    is_held = any(mechanisms.holder_of(site.module) is not None for site in sites)
+    return native is not None or is_held or bool(readers(model))
 
 
 def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
     """The row of one site; N in tokens only bears on the count of incomplete channels."""
-    spectrum = mechanisms.read(site, length)
-    wavelengths = [2 * math.pi / theta if theta else math.inf for theta in spectrum.inv_freq.tolist()]
-    longest = max(wavelengths)
+    reading, kind = mechanisms.read(site, length), type(site.module).__name__
+    if isinstance(reading, PositionTable):
+        is_off = mechanisms.holder_of(site.module) is not None
+        return SiteReport(site.mechanism, str(site), kind, is_patched, is_off, None, rows=reading.rows)
+    wavelengths = [2 * math.pi / theta if theta else math.inf for theta in reading.inv_freq.tolist()]
+    shortest, longest = min(wavelengths), max(wavelengths)
     return SiteReport(
         mechanism=site.mechanism,
         site=str(site),
-        module=type(site.module).__name__,
-        base=spectrum.base,
-        rotated_width=spectrum.rotated_width,
-        attention_scaling=spectrum.attention_scaling,
-        shortest_wavelength=min(wavelengths),
+        module=kind,
+        is_patched=is_patched,
+        is_off=not math.isfinite(shortest),
+        window=window_of(site),
+        base=reading.base,
+        rotated_width=reading.rotated_width,
+        attention_scaling=reading.attention_scaling,
+        shortest_wavelength=shortest if math.isfinite(shortest) else None,
         longest_wavelength=longest if math.isfinite(longest) else None,
         incomplete=sum(wavelength > length for wavelength in wavelengths),
-        is_patched=is_patched,
-        window=window_of(site),
     )
 
 
@@ -189,9 +206,17 @@ def notes_on(rows: list[SiteReport], length: int | None, in_force: bool | None) 
     return notes
 
 
+def notes_on_attention(model: nn.Module) -> list[str]:
+    """What attention itself does about positions."""
+    count = len(adapters(model))
+    return [f"the patch acts in {count} attention modules"] if count else []
+
+
 def list_methods(model: nn.Module | None = None) -> list[MethodInfo]:
     """All methods, or those that have a meaning for a model's mechanisms, in the order of registration."""
     if model is None:
         return [method.info() for method in REGISTRY.values()]
     present = {site.mechanism for site in mechanisms.find_sites(model)}
+    if any(is_attention(module) for module in model.modules()):
+        present.add(ATTENTION)
     return [method.info() for method in REGISTRY.values() if present & set(method.functions)]

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from hf_posext import mechanisms
 from hf_posext.attention import interface
 from hf_posext.attention.layout import Layout, LayoutError, fit
+from hf_posext.attention.reading import KEYWORD
 from hf_posext.attention.turning import turn
-from hf_posext.attention.turns import KEYWORD
 from hf_posext.compat import rope_block
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
@@ -30,11 +30,12 @@ TOLERANCE = 0.02  # of a head's norm: above bf16 rounding, far below a layout th
 
 @dataclass(frozen=True)
 class Heads:
-    """One head of an attention module as it was handed to the attention function."""
+    """One head of an attention module as it was handed to the attention function, and how many query heads it has."""
 
     query: Tensor
     key: Tensor
     by_keyword: bool
+    count: int
 
 
 @dataclass
@@ -47,7 +48,9 @@ class Watcher:
         """Zeros, so that no layer sees what a former one made of positions."""
         query, key = call.query, call.key
         if call.module not in self.heads and query.shape[2] == key.shape[2] == TOKENS:
-            self.heads[call.module] = Heads(query[0, 0].clone(), key[0, 0].clone(), KEYWORD in call.options)
+            self.heads[call.module] = Heads(
+                query[0, 0].clone(), key[0, 0].clone(), KEYWORD in call.options, query.shape[1]
+            )
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], call.value.shape[-1]), None
 
 
@@ -82,15 +85,15 @@ def find_layouts(owner: PreTrainedModel, sites: list[Site]) -> tuple[dict[nn.Mod
     if not found:
         raise PatchError(
             f"No attention of {type(owner).__name__} that rotates goes through transformers' attention registry, which "
-            "is where a factor that follows the length acts. Patch with dynamic=False, for the longest text that you "
-            "will read."
+            "is where this patch acts. Patch with a method that changes frequencies (and dynamic=False), for the "
+            "longest text that you will read."
         )
     return found, all(still[module].by_keyword for module in found)
 
 
 def chosen_frequencies(site: Site, share: float) -> Tensor:
     """Frequencies, [F] float64 between 0 and pi, that tell channels and sites apart within a few tokens."""
-    count = mechanisms.read(site, 1).inv_freq.numel()
+    count = mechanisms.read_spectrum(site, 1).inv_freq.numel()
     return math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count * (1 - 0.3 * share)
 
 
@@ -109,15 +112,20 @@ def angles_of(owner: PreTrainedModel, inv_freq: Tensor) -> Tensor:
 
 
 def watch(owner: PreTrainedModel, sites: list[Site], spectra: list[Tensor]) -> dict[nn.Module, Heads]:
-    """What reaches the attention function of each module when the sites have given frequencies.
+    """`attended` when the sites have given frequencies."""
+    for site, inv_freq in zip(sites, spectra, strict=True):
+        scaling = mechanisms.read_spectrum(site, 1).attention_scaling
+        mechanisms.write(site, RotaryChange(inv_freq, scaling), TOKENS)
+    return attended(owner)
+
+
+def attended(owner: PreTrainedModel) -> dict[nn.Module, Heads]:
+    """What reaches the attention function from each module of a sub-model that attends to its own text.
 
     Raises:
         PatchError: the model cannot run on token ids alone.
     """
     watcher = Watcher()
-    for site, inv_freq in zip(sites, spectra, strict=True):
-        scaling = mechanisms.read(site, 1).attention_scaling
-        mechanisms.write(site, RotaryChange(inv_freq, scaling), TOKENS)
     parameters = inspect.signature(owner.forward).parameters
     device = next(owner.parameters()).device
     tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)

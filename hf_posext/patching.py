@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hf_posext import dynamic as dynamics
-from hf_posext import mechanisms, probe, static
-from hf_posext.attention import scaling
+from hf_posext import in_attention, mechanisms, probe, static
+from hf_posext.attention import reading
 from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
-from hf_posext.contract import Site
+from hf_posext.contract import Remap, Site, Spectrum, Window
 from hf_posext.errors import PatchError
 from hf_posext.freezing import FrozenGenerate
 from hf_posext.lengths import length_fields, original_length
@@ -25,6 +25,10 @@ from hf_posext.records import CONFIG_FIELD, PatchRecord, record_of
 
 Model = TypeVar("Model", bound=nn.Module)
 STATE = "_posext_state"
+NOTE = (
+    "plain transformers has no words for `{method}` and loads the model as it was before; hf_posext.load_pretrained "
+    "brings the patch back"
+)
 
 
 @dataclass
@@ -87,8 +91,8 @@ def patch_model(
             f"The model is already patched: {earlier.describe()}. Call `unpatch_model` first, or give compose=True to "
             "patch on top of it."
         )
-    if earlier is not None and any(step.dynamic for step in earlier.steps()):
-        raise PatchError(f"Nothing can be put on top of {earlier.describe()}: its factor follows the length. Unpatch.")
+    if earlier is not None and reading.readers(model):
+        raise PatchError(f"Nothing can be put on top of {earlier.describe()}: it acts in attention. Unpatch first.")
     apply(model, plan)
     if tokenizer is not None:
         state_of(model).tokenizers.append((tokenizer, tokenizer.model_max_length))
@@ -144,7 +148,7 @@ def apply(model: nn.Module, plan: Plan) -> None:
     """
     earlier = record_of(model)
     tokenizers = state_of(model).tokenizers if earlier else []
-    reach = dynamics.short_reach(plan) if plan.dynamic else plan.trained_length
+    reach = probed_length(plan)
     for depth in probe.DEPTHS:
         # A patched model has its own copies already, and its undo knows them.
         configs = OwnConfigs([]) if earlier else own_configs(model)
@@ -156,9 +160,10 @@ def apply(model: nn.Module, plan: Plan) -> None:
             if plan.is_active and plan.dynamic:
                 dynamics.check(model, plan, sites, depth, reach, baseline, fixed)
             elif plan.is_active:
-                probe.check_turns(*plan.active(sites))
+                rotary, _, changes = plan.rotary(sites)
+                probe.check_turns(rotary, changes)
                 after = probe.run(model, sites, depth, reach)
-                probe.check_effect(baseline, after, sites, depth)
+                probe.check_effect(baseline, after, plan.words, depth)
             return
         except BaseException as error:
             remove(model)
@@ -169,14 +174,25 @@ def apply(model: nn.Module, plan: Plan) -> None:
                 raise
 
 
+def probed_length(plan: Plan) -> int:
+    """Tokens over which the positions of a probe are spread: as many as it takes to see the method act."""
+    if plan.dynamic:
+        return dynamics.short_reach(plan)
+    is_beyond_window = any(isinstance(change, Remap | Window) for change in (*plan.changes, plan.window))
+    return 2 * plan.target_length if is_beyond_window else plan.trained_length
+
+
 def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord | None) -> None:
     """Writes sites, softmax scaling, length fields, `rope_parameters` and the record."""
     root = mechanisms.root_model(model)
     undo = root.__dict__.setdefault(STATE, PatchState()).configs
     before = earlier.before if earlier else fields_before(root)
     first = earlier.original_max_position_embeddings if earlier else original_length(root.config, plan.trained_length)
-    for config in config_parts(model):
-        undo.set(config, **dict.fromkeys(length_fields(config), plan.target_length))
+    if not any(
+        mechanisms.has_rows(site) for site in mechanisms.find_sites(model)
+    ):  # the field is then a parameter's size
+        for config in config_parts(model):
+            undo.set(config, **dict.fromkeys(length_fields(config), plan.target_length))
     if not plan.is_active:
         native_kind = "unchanged"
     elif plan.dynamic:
@@ -184,8 +200,12 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         dynamics.install(model, plan, sites)
         if plan.scale == "frozen":
             root.__dict__["generate"] = FrozenGenerate(root)
+    elif plan.acts_in_attention:
+        native_kind = None
+        in_attention.install(model, plan, sites)
     else:
         native_kind = static.write(model, plan, sites, undo, first)
+    native_kind = native_kind if earlier is None or earlier.native else None
     record = PatchRecord(
         method=plan.method.name,
         options=plan.options,
@@ -198,7 +218,8 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         dynamic=plan.dynamic,
         scale=plan.scale,
         sites=[str(site) for site in sites],
-        native=native_kind if earlier is None or earlier.native else None,
+        native=native_kind,
+        note="" if native_kind else NOTE.format(method=plan.method.name),
         before=before,
         previous=[{**step.to_dict(), "previous": []} for step in earlier.steps()] if earlier else [],
         version=version("hf_posext"),
@@ -210,11 +231,12 @@ def remove(model: nn.Module) -> None:
     """Gives sites, softmax scaling and config fields back what they were; nothing to do on an unpatched model."""
     state = mechanisms.root_model(model).__dict__.pop(STATE, None)
     if state is not None:
-        scaling.detach(model)
+        reading.detach(model)
         mechanisms.root_model(model).__dict__.pop("generate", None)
         state.configs.give_back()  # first, since a module that was patched on meta is restored from its config
     for site in mechanisms.find_sites(model):
         mechanisms.restore(site)
+    mechanisms.shrink_columns(model)
     logits.restore(model)
 
 
@@ -249,7 +271,10 @@ def ensure_adopted(model: nn.Module) -> None:
     if record.native is None:
         return
     for site in mechanisms.find_sites(model):
-        now, then = mechanisms.read(site, record.target_length).inv_freq, loaded[str(site)].inv_freq
+        found, before = mechanisms.read(site, record.target_length), loaded[str(site)]
+        if not (isinstance(found, Spectrum) and isinstance(before, Spectrum)):
+            continue
+        now, then = found.inv_freq, before.inv_freq
         if not torch.allclose(now, then, rtol=1e-5, atol=0):
             raise PatchError(
                 f"{site} was loaded with frequencies that its patch record ({record.describe()}) does not give. The "

@@ -9,11 +9,13 @@ from torch import nn
 
 from hf_posext import mechanisms
 from hf_posext.arguments import LAYERS, SCALES, check_choice, check_length, resolve_factor
-from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.contract import Change, Host, PositionTable, RotaryChange, Site, Spectrum, Window
 from hf_posext.errors import NoSiteError, PatchError, quoted
 from hf_posext.lengths import trained_length
 from hf_posext.mechanisms import logits
 from hf_posext.methods import REGISTRY, Method, get_method
+
+ATTENTION = "attention"
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class Plan:
     dynamic: bool
     scale: str
     sites: list[Site]
-    spectra: list[Spectrum]
-    changes: list[RotaryChange]
+    readings: list[Spectrum | PositionTable]
+    changes: list[Change]
+    window: Window | None = None
 
     @property
     def names(self) -> list[str]:
@@ -41,23 +44,49 @@ class Plan:
         return [str(site) for site in self.sites]
 
     @property
+    def words(self) -> str:
+        """Method and first site, for messages."""
+        return f"`{self.method.name}` on {self.names[0]}" if self.names else f"`{self.method.name}`"
+
+    @property
+    def spectra(self) -> list[Spectrum]:
+        """What the rotary sites read as."""
+        return [reading for reading in self.readings if isinstance(reading, Spectrum)]
+
+    @property
     def is_active(self) -> bool:
-        """Whether any site changes at all."""
-        return any(self._differs)
+        """Whether anything changes at all."""
+        return any(self._differs) or (self.window is not None and self.factor != 1)
+
+    @property
+    def acts_in_attention(self) -> bool:
+        """Whether the method says something else than new frequencies."""
+        return self.window is not None or not all(isinstance(change, RotaryChange) for change in self.changes)
 
     @property
     def _differs(self) -> list[bool]:
-        return [not change.is_identity(spectrum) for spectrum, change in zip(self.spectra, self.changes, strict=True)]
+        pairs = zip(self.readings, self.changes, strict=True)
+        return [self.factor != 1 and not is_identity(reading, change) for reading, change in pairs]
 
-    def active(self, sites: list[Site]) -> tuple[list[Site], list[RotaryChange]]:
+    def active(self, sites: list[Site]) -> tuple[list[Site], list[Change]]:
         """The given sites (those of the plan, looked up again) that change, and their changes."""
         rows = [row for row in zip(sites, self.changes, self._differs, strict=True) if row[2]]
         return [site for site, _, _ in rows], [change for _, change, _ in rows]
 
-    def active_spectra(self, sites: list[Site]) -> tuple[list[Site], list[Spectrum], list[RotaryChange]]:
-        """As `active`, with what each site was."""
-        rows = [row for row in zip(sites, self.spectra, self.changes, self._differs, strict=True) if row[3]]
-        return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    def rotary(self, sites: list[Site]) -> tuple[list[Site], list[Spectrum], list[RotaryChange]]:
+        """Sites that get new frequencies, with what each was and what it becomes."""
+        rows = zip(sites, self.readings, self.changes, self._differs, strict=True)
+        found = [
+            (site, reading, change)
+            for site, reading, change, differs in rows
+            if differs and isinstance(reading, Spectrum) and isinstance(change, RotaryChange)
+        ]
+        return [site for site, _, _ in found], [reading for _, reading, _ in found], [change for _, _, change in found]
+
+
+def is_identity(reading: Spectrum | PositionTable, change: Change) -> bool:
+    """Whether a change leaves the site, and the attention that it serves, as they are."""
+    return isinstance(change, RotaryChange) and isinstance(reading, Spectrum) and change.is_identity(reading)
 
 
 def make_plan(
@@ -81,7 +110,7 @@ def make_plan(
     check_choice("scale", scaling, SCALES)
     root = mechanisms.root_model(model)
     sites = sites_for(model, chosen, layers)
-    chosen.check_options("rotary", options)
+    chosen.check_options(options)
     length = check_length("original_max_position_embeddings", given_length) if given_length is not None else None
     length = length or trained_length(root.config)
     if length is None:
@@ -90,14 +119,29 @@ def make_plan(
             "Give `original_max_position_embeddings`, the tokens that the model was trained at."
         )
     scale, target = resolve_factor(factor, target_length, length)
-    spectra = [mechanisms.read(site, length) for site in sites]
-    changes = [change_of(chosen, site, spectrum, scale, options) for site, spectrum in zip(sites, spectra, strict=True)]
-    follows = dynamic or chosen.follows_length(options)
+    readings = [mechanisms.read(site, length) for site in sites]
+    changes = [change_of(chosen, site, reading, scale, options) for site, reading in zip(sites, readings, strict=True)]
+    window = chosen.change(ATTENTION, Host(length), scale, scale, options) if ATTENTION in chosen.functions else None
+    follows = check_dynamic(chosen, changes, dynamic or chosen.follows_length(options), window)
     if scaling != "live" and not follows:
         raise ValueError(
             f"`scale`={scaling!r} has a meaning only for a factor that follows the length. Give dynamic=True too."
         )
-    return Plan(chosen, options, scale, length, target, layers, follows, scaling, sites, spectra, changes)
+    return Plan(chosen, options, scale, length, target, layers, follows, scaling, sites, readings, changes, window)
+
+
+def check_dynamic(method: Method, changes: list[Change], wanted: bool, window: Window | None) -> bool:
+    """Whether the factor follows the length of the text.
+
+    Raises:
+        ValueError: that was asked of a method that does not change frequencies.
+    """
+    if wanted and (window is not None or not all(isinstance(change, RotaryChange) for change in changes)):
+        raise ValueError(
+            f"`dynamic`=True has a meaning only for methods that change frequencies, such as `yarn`, not for "
+            f"`{method.name}`. Leave it out."
+        )
+    return wanted
 
 
 def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
@@ -107,6 +151,8 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
         NoSiteError: none, with what was looked at, or with the methods that do apply.
     """
     found = mechanisms.find_sites(model)
+    if ATTENTION in method.functions:
+        return []
     if not found:
         looked_at = mechanisms.left_alone(model)
         raise NoSiteError(
@@ -126,16 +172,18 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
     return chosen
 
 
-def change_of(method: Method, site: Site, spectrum: Spectrum, factor: float, options: dict[str, Any]) -> RotaryChange:
-    """What the method makes of one site; at factor 1 the site as it is, whatever the method.
+def change_of(
+    method: Method, site: Site, reading: Spectrum | PositionTable, factor: float, options: dict[str, Any]
+) -> Change:
+    """What the method makes of one site.
 
     Raises:
         PatchError: a temperature through cos and sin on a model that scales its logits elsewhere.
     """
-    change = method.change(site.mechanism, spectrum, factor, factor, options)
-    if factor == 1:
-        return RotaryChange(spectrum.inv_freq, spectrum.attention_scaling)
-    if change.attention_scaling != spectrum.attention_scaling and logits.scales_logits_itself(site):
+    change = method.change(site.mechanism, reading, factor, factor, options)
+    if factor == 1 or not (isinstance(change, RotaryChange) and isinstance(reading, Spectrum)):
+        return change
+    if change.attention_scaling != reading.attention_scaling and logits.scales_logits_itself(site):
         on_logits = (
             'temperature="logits" to scale the whole logit, or ' if "temperature" in method.options("rotary") else ""
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
-from hf_posext.mechanisms import keeper_of, rotary
+from hf_posext.mechanisms import find_sites, keeper_of, rotary
 from hf_posext.mechanisms._scope import scoped_modules
 
 logger = logging.getLogger(__name__)
@@ -51,13 +51,13 @@ def check_turns(sites: list[Site], changes: list[RotaryChange]) -> None:
             )
 
 
-def check_effect(before: Tensor | None, after: Tensor | None, sites: list[Site], depth: str) -> None:
+def check_effect(before: Tensor | None, after: Tensor | None, patch: str, depth: str) -> None:
     """Demands that what came out of the model for a few tokens is not the same with and without the patch.
 
     Args:
         before: output of `run` before the patch.
         after: output of `run` with it; None for either where the model cannot run on token ids alone.
-        sites: the changed sites.
+        patch: what was done, in words for a message.
         depth: how far both ran.
 
     Raises:
@@ -65,8 +65,9 @@ def check_effect(before: Tensor | None, after: Tensor | None, sites: list[Site],
     """
     if before is not None and after is not None and torch.equal(before, after):
         raise NoEffectError(
-            f"The patch of {sites[0]} has no effect on what the model computes ({depth}): its attention does not use "
-            "this module (fused or replaced attention, or rotation switched off in the config). Patch before fusing, "
+            f"{patch} has no effect on what the model computes ({depth}): its attention does not use what was "
+            "changed (fused or replaced attention, rotation switched off in the config, or sliding windows that hide "
+            "all that the method is about). Patch before fusing, "
             "or load without fused kernels. The model was left as it was."
         )
 
@@ -95,13 +96,16 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
 
     Args:
         model: the model, patched or not.
-        sites: the sites of the patch.
+        sites: the sites of the patch; those of the model for one that changes none.
         depth: one of `DEPTHS`.
         length: N, over which the positions are spread.
 
     Returns:
         A tensor, or None where the model cannot run on token ids alone.
     """
+    sites = sites or find_sites(model)
+    if not sites:
+        return None
     owner = next(each.owner for each in scoped_modules(model) if each.module is sites[0].module)
     accepted = inspect.signature(owner.forward).parameters
     device = next(owner.parameters()).device

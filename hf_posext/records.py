@@ -38,6 +38,7 @@ class PatchRecord:
         native: what lets plain transformers load it: a `rope_type`, "weights" (it is in the state dict), "unchanged",
             or None where only `load_pretrained` can.
         before: path of a sub-config -> its fields as they were before the patch (None: the field was not there).
+        note: what a reader of the config should know where plain transformers cannot load the patch.
         previous: the records that this one was composed on, oldest first.
         schema: version of this layout.
         version: version of the package that wrote it.
@@ -57,6 +58,7 @@ class PatchRecord:
     previous: list[dict[str, Any]] = field(default_factory=list)
     dynamic: bool = False
     scale: str = "live"
+    note: str = ""
     schema: int = SCHEMA
     version: str = ""
 

@@ -19,12 +19,13 @@ def write(model: nn.Module, plan: Plan, sites: list[Site], undo: ConfigUndo, fir
     Returns:
         In what words plain transformers loads it, as `PatchRecord.native`.
     """
-    scale = float(plan.changes[0].logit_scale)
+    rotary, spectra, changes = plan.rotary(sites)
+    scale = float(changes[0].logit_scale)
     if scale != 1:
         logits.write(model, sites, scale)
     stretch = native.Stretch(plan.method.name, plan.options, plan.target_length / first, first, plan.target_length)
-    kind = export(model, undo, *plan.active_spectra(sites), stretch)
-    for site, change in zip(*plan.active(sites), strict=True):
+    kind = export(model, undo, rotary, spectra, changes, stretch)
+    for site, change in zip(rotary, changes, strict=True):
         mechanisms.write(site, change, plan.target_length)
     return kind
 

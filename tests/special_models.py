@@ -77,6 +77,12 @@ def gpt2() -> Any:
     return build("AutoModelForCausalLM", "gpt2", GPT)
 
 
+def mamba() -> Any:
+    """No attention and no encoding of positions."""
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    return build("AutoModelForCausalLM", "mamba", settings)
+
+
 ROTARY: dict[str, Callable[[], Any]] = {
     "esm": esm,
     "codegen": codegen,

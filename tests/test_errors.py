@@ -216,10 +216,10 @@ def test_a_model_inside_another_module_is_found() -> None:
 
 @pytest.mark.parametrize("method", ["pi", "yarn"])
 def test_a_model_without_a_known_encoding_is_told_what_was_looked_at(method: str) -> None:
-    model = special_models.gpt2()
+    model = special_models.mamba()
     before = snapshot(model, 0)
     with pytest.raises(
-        NoSiteError, match=r"GPT2LMHeadModel has no position encoding that is known. Looked at: "
+        NoSiteError, match=r"MambaForCausalLM has no position encoding that is known. Looked at: "
     ) as error:
         patch_model(model, method, 2)
     assert isinstance(error.value, ValueError)

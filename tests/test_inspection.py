@@ -11,7 +11,7 @@ import torch
 from hf_posext import inspect_model, list_methods, patch_model, record_of, unpatch_model
 from tests import special_models
 from tests.architectures import ARCHITECTURES, Architecture, tiny_model
-from tests.methods import DYNAMIC_BY_NATURE, METHOD, frequencies_of, pairs, patch_row
+from tests.methods import DYNAMIC_BY_NATURE, IN_ATTENTION, METHOD, frequencies_of, pairs, patch_row
 from tests.snapshots import differences, snapshot
 
 ROWS = pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.id)
@@ -107,8 +107,8 @@ def test_windows_of_some_layers_are_on_their_own_site() -> None:
 
 
 def test_a_model_without_a_known_encoding_gets_a_report_all_the_same() -> None:
-    report = inspect_model(special_models.gpt2())
-    assert (report.sites, list_methods(special_models.gpt2())) == ([], [])
+    report = inspect_model(special_models.mamba())
+    assert (report.sites, list_methods(special_models.mamba())) == ([], [])
     assert any("no position encoding that is known" in note for note in report.notes)
     assert str(report)
 
@@ -120,7 +120,7 @@ def test_a_wrapped_model_gives_the_same_report() -> None:
 
 def test_every_method_is_listed_with_what_a_user_needs() -> None:
     rows = list_methods()
-    assert {row.name for row in rows} == {*METHOD, *DYNAMIC_BY_NATURE}
+    assert {row.name for row in rows} == {*METHOD, *DYNAMIC_BY_NATURE, *IN_ATTENTION}
     assert all(row.summary and row.paper and row.mechanisms for row in rows)
     assert {row.name: set(row.options) for row in rows}["longrope"] == {
         "long_factor",
@@ -132,4 +132,20 @@ def test_every_method_is_listed_with_what_a_user_needs() -> None:
 @pytest.mark.parametrize("build", [lambda: tiny_model("llama"), special_models.esm, special_models.codegen])
 def test_a_rotary_model_can_have_every_rotary_method(build: Any) -> None:
     names = [row.name for row in list_methods(build())]
-    assert names == [row.name for row in list_methods() if "rotary" in row.mechanisms]
+    assert names == [row.name for row in list_methods() if {"rotary", "attention"} & {*row.mechanisms}]
+
+
+def test_a_model_with_a_table_can_have_what_needs_no_rotation() -> None:
+    assert [row.name for row in list_methods(special_models.gpt2())] == ["alibi", "nope", "window"]
+    (site,) = inspect_model(special_models.gpt2()).sites
+    assert (site.mechanism, site.site, site.rows, site.base) == ("learned", "transformer.wpe", 32, None)
+
+
+@pytest.mark.parametrize("method", ["alibi", "nope"])
+def test_a_site_that_is_switched_off_is_reported_as_off(method: str) -> None:
+    for model in (tiny_model("llama"), special_models.gpt2()):
+        report = inspect_model(patch_model(model, method, 2))
+        assert [(site.is_patched, site.is_off) for site in report.sites] == [(True, True)]
+        assert any("acts in 2 attention modules" in note for note in report.notes) == (method == "alibi")
+        assert "off" in str(report)
+        assert [site.is_off for site in inspect_model(unpatch_model(model)).sites] == [False]

@@ -28,6 +28,7 @@ class Store:
         self.memory = states.new_empty(batch, heads, length + room, width)
         self.memory[:, :, :length] = states
         self.filled = length
+        self.views: dict[str, tuple[Any, Store]] = {}  # what was made of the states, for the same reader
 
     def continues(self, states: Tensor, more: int) -> bool:
         """Whether states are what was handed out last, so that nobody else has written behind them, with room left."""
@@ -96,6 +97,37 @@ class GrowingLayer(DynamicLayer):
             store = self.__dict__[f"_posext_{name}"] = Store(torch.cat((present, new), dim=2))
             return store.memory[:, :, : store.filled]
         return store.append(new)
+
+
+def made_of(cache: Any, layer: Any, states: Tensor, name: str, kind: Any, make: Callable[[int], Tensor]) -> Tensor:
+    """What a reader makes of cached states, made once for each of them where the cache grows in place.
+
+    Args:
+        cache: the cache that gave the states, or None.
+        layer: index of its layer, or None.
+        states: [B, G, S, D] as it gave them.
+        name: tells the readers of one layer apart.
+        kind: what else the result depends on; another kind makes it anew.
+        make: index of the first state -> what is made of the states from there on, [B, G, S - begin, D].
+    """
+    layers = getattr(cache, "layers", ())
+    home = layers[layer] if isinstance(layer, int) and layer < len(layers) else None
+    store: Store | None = home.__dict__.get("_posext_keys") if isinstance(home, GrowingLayer) else None
+    is_same = store is not None and store.memory.data_ptr() == states.data_ptr() and store.filled == states.shape[2]
+    if store is None or not is_same or torch.is_grad_enabled():
+        return make(0)
+    before, view = store.views.get(name, (None, None))
+    if view is None or before != kind:
+        view = Store(make(0))
+        store.views[name] = kind, view
+    elif view.filled < store.filled:
+        new = make(view.filled)
+        if view.filled + new.shape[2] > view.memory.shape[2]:
+            view = Store(torch.cat((view.memory[:, :, : view.filled], new), dim=2))
+            store.views[name] = kind, view
+        else:
+            view.append(new)
+    return view.memory[:, :, : view.filled]
 
 
 def let_grow(cache: Any) -> None:

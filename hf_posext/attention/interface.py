@@ -6,6 +6,7 @@ for (its adapter, an entry in the module's `__dict__`) and then calls `x`; witho
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+logger = logging.getLogger(__name__)
 PREFIX = "posext_"
+SUBSTITUTE = "sdpa_for_"
 EAGER = "eager"
 ADAPTER = "_posext_attention"
 Attended = tuple[Tensor, Tensor | None]
@@ -81,25 +84,51 @@ def twin_of(inner: str) -> str:
     """The name under which an implementation has its twin, registered on the way."""
     name = PREFIX + inner
     if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, make_twin(inner))
-        if inner in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
+        register(name, inner)
     return name
+
+
+def substitute_of(inner: str) -> str:
+    """The name under which an implementation that cannot carry what an adapter asks for has the twin of sdpa."""
+    name = PREFIX + SUBSTITUTE + inner
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        register(name, "sdpa")
+    return name
+
+
+def register(name: str, inner: str) -> None:
+    """Registers a twin of an implementation, with the same masks."""
+    AttentionInterface.register(name, make_twin(inner))
+    if inner in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
 
 
 for _name in (EAGER, *ALL_ATTENTION_FUNCTIONS):  # so that an unpickled model finds its twin in another process
     twin_of(_name)
+    substitute_of(_name)
 
 
-def choose(configs: Iterable[PreTrainedConfig]) -> None:
+def choose(configs: Iterable[PreTrainedConfig], able: tuple[str, ...] | None = None) -> None:
     """Makes configs name the twin of the implementation that they name now; nothing to do where they do already.
 
     The private field is written: the public one also reaches into sub-configs, of vision towers for example.
+
+    Args:
+        configs: all configs that the attention modules of a model read.
+        able: implementations that can carry what the adapters ask for; for any other sdpa stands in. None for all.
     """
     for config in configs:
         name = config._attn_implementation or EAGER
-        if not name.startswith(PREFIX):
+        if name.startswith(PREFIX):
+            continue
+        if able is None or name in able:
             config._attn_implementation_internal = twin_of(name)
+        else:
+            logger.warning(
+                f"`{name}` cannot carry what this patch does in attention: sdpa is used in its place until the model "
+                "is unpatched."
+            )
+            config._attn_implementation_internal = substitute_of(name)
 
 
 def give_back(configs: Iterable[PreTrainedConfig]) -> None:
@@ -107,7 +136,7 @@ def give_back(configs: Iterable[PreTrainedConfig]) -> None:
     for config in configs:
         name = config._attn_implementation
         if name is not None and name.startswith(PREFIX):
-            config._attn_implementation_internal = name.removeprefix(PREFIX)
+            config._attn_implementation_internal = name.removeprefix(PREFIX).removeprefix(SUBSTITUTE)
 
 
 @contextmanager

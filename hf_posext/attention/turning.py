@@ -10,6 +10,27 @@ from hf_posext.attention.layout import Layout
 CHUNK = 1 << 18  # numbers turned at once on a CPU: a megabyte of float32 stays in the core's own cache
 
 
+def table(positions: Tensor, difference: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency.
+
+    Args:
+        positions: [A, B or 1, S] of any number type.
+        difference: [B or 1, S or 1, F], radians per token; angles are computed in its dtype.
+        layout: which frequency and which axis each of P pairs takes.
+
+    Returns:
+        Two tensors [B or 1, 1, S, P] float32.
+    """
+    if layout.frequencies is not None:
+        difference = difference.index_select(-1, layout.frequencies.to(difference.device))
+    if layout.axes is None or len(positions) == 1:
+        places = positions[0, :, :, None]
+    else:
+        places = positions[layout.axes].permute(1, 2, 0)
+    angles = places.to(difference.dtype) * difference
+    return angles.cos().float()[:, None], angles.sin().float()[:, None]
+
+
 def turn(states: Tensor, cosine: Tensor, sine: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
     """Each pair (x, y) becomes (x cos - y sin, y cos + x sin), computed in float32 and rounded once.
 

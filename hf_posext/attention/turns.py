@@ -8,8 +8,8 @@ turned, or turned by angle 0, which gives back every bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,28 +17,20 @@ from torch import Tensor
 from hf_posext.attention import blocks
 from hf_posext.attention.interface import Attended, Call
 from hf_posext.attention.layout import Layout
-from hf_posext.attention.present import Present
+from hf_posext.attention.reading import Forward, is_expression
 from hf_posext.attention.schedule import Schedule
-from hf_posext.attention.turning import turn
-from hf_posext.errors import PatchError
+from hf_posext.attention.turning import table, turn
 
 if TYPE_CHECKING:
     from hf_posext.attention.scaling import Dynamics
 
-KEYWORD = "posext_scaling"
 ROOM = 256  # positions that a table for generation has beyond those asked for
 
 
 @dataclass
-class Forward:
-    """One forward of a model: where its tokens stand, and what follows from it, each made when first asked for.
+class ScaledForward(Forward):
+    """A forward in which the scale follows the length."""
 
-    It travels with the keyword arguments of the layers, so that a layer that gradient checkpointing runs again sees the
-    lengths of its own forward and not of a later one.
-    """
-
-    now: Present
-    made: dict[str, Any] = field(default_factory=dict)
     room_for_tables: int = 1 << 25  # angles; 256 MiB of cosines and sines
 
     def host_levels(self, schedule: Schedule) -> tuple[float, ...] | None:
@@ -77,12 +69,6 @@ class Forward:
         levels = self.host_levels(schedule)
         return levels is not None and not any(levels)
 
-    def past(self) -> int:
-        """Tokens that the cache held before, as a number of the host."""
-        if "past" not in self.made:
-            self.made["past"] = int(self.now.past)
-        return self.made["past"]
-
     def query_table(self, schedule: Schedule, layout: Layout, whole: bool) -> tuple[Tensor, Tensor]:
         """cos and sin for the new queries, [B, 1, L, P], with the temperature of rotated channels, of both q and k."""
         name = f"queries {schedule.name} {layout.name} {whole}"
@@ -115,50 +101,6 @@ class Forward:
                 self.made[name] = grown_table(schedule, layout, levels, positions, difference)
         return self.made[name]
 
-    def key_positions(self, keys: int) -> Tensor:
-        """`Present.key_positions`."""
-        if torch.compiler.is_compiling():  # a name made of a length would compile again for every length
-            return self.now.key_positions(keys)
-        name = f"positions {keys}"
-        if name not in self.made:
-            self.made[name] = self.now.key_positions(keys)
-        return self.made[name]
-
-    def room(self, states: Tensor, use: str) -> Tensor | None:
-        """Memory for turned states, the same for all blocks and layers; None where results must be expressions."""
-        if is_expression():
-            return None
-        name = f"{use} {states.dtype} {states.device}"
-        if name not in self.made or self.made[name].numel() < states.numel():
-            self.made[name] = states.new_empty(states.numel() * 5 // 4)  # blocks grow: not for each of them anew
-        return self.made[name][: states.numel()].view(states.shape)
-
-
-def is_expression() -> bool:
-    """Whether results must be differentiable (autograd keeps them, so memory cannot be used again) or traceable."""
-    return torch.compiler.is_compiling() or torch.is_grad_enabled()
-
-
-def table(positions: Tensor, difference: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency difference.
-
-    Args:
-        positions: [A, B or 1, S].
-        difference: [B or 1, S or 1, F] float32, radians per token.
-        layout: which frequency and which axis each of P pairs takes.
-
-    Returns:
-        Two tensors [B or 1, 1, S, P] float32.
-    """
-    if layout.frequencies is not None:
-        difference = difference.index_select(-1, layout.frequencies.to(difference.device))
-    if layout.axes is None or len(positions) == 1:
-        places = positions[0, :, :, None]
-    else:
-        places = positions[layout.axes].permute(1, 2, 0)
-    angles = places.float() * difference
-    return angles.cos()[:, None], angles.sin()[:, None]
-
 
 def grown_table(
     schedule: Schedule, layout: Layout, levels: tuple[float, ...], positions: Tensor, difference: Tensor
@@ -188,14 +130,8 @@ class Turning:
 
     def attend(self, call: Call) -> Attended:
         """Attention in which each query meets the keys at the scale of its own length."""
-        options = dict(call.options)
-        forward: Forward | None = options.pop(KEYWORD, None) if self.dynamics.by_keyword else self.dynamics.forward
-        call = replace(call, options=options)
-        if forward is None:
-            raise PatchError(
-                "An attention layer with dynamic scaling ran outside of the forward of its model. Call the model, not "
-                "its layers; if this is gradient checkpointing, train without it or patch with dynamic=False."
-            )
+        plain, call = self.dynamics.of(call)
+        forward = cast(ScaledForward, plain)
         compiling = torch.compiler.is_compiling()
         if self.dynamics.is_set or (self.is_causal and not compiling and forward.is_short(self.schedule)):
             return call.run()
@@ -205,7 +141,7 @@ class Turning:
             return replace(call, query=query, key=self.turned_keys(forward, call.key, call.key, 0, whole)).run()
         return self.attend_compiled(forward, call) if compiling else self.attend_in_blocks(forward, call)
 
-    def attend_in_blocks(self, forward: Forward, call: Call) -> Attended:
+    def attend_in_blocks(self, forward: ScaledForward, call: Call) -> Attended:
         """`attend` of several queries: those that share a scale share keys turned for it."""
         length, keys, has_rows = call.query.shape[2], call.key.shape[2], blocks.has_rows(call.mask)
         parts = []
@@ -219,7 +155,7 @@ class Turning:
             parts.append(part.run() if has_rows else blocks.run_causal(part))
         return blocks.joined(parts, keys)
 
-    def attend_compiled(self, forward: Forward, call: Call) -> Attended:
+    def attend_compiled(self, forward: ScaledForward, call: Call) -> Attended:
         """`attend` of several queries without a branch on values: keys turned for each query, in L times the memory.
 
         Long prompts are better read before the model is compiled; a compiled step of generation has one query.
@@ -241,7 +177,7 @@ class Turning:
             )
         )
 
-    def turned_queries(self, forward: Forward, query: Tensor, whole: bool, begin: int = 0) -> Tensor:
+    def turned_queries(self, forward: ScaledForward, query: Tensor, whole: bool, begin: int = 0) -> Tensor:
         """Queries from `begin` at the scale of their own length, or of their row's, with the temperature of it."""
         here = slice(begin, begin + query.shape[2])
         cosine, sine = forward.query_table(self.schedule, self.layout, whole)
@@ -253,7 +189,7 @@ class Turning:
         exact = query.float() * logit  # channels without rotation too, rounded once together with the turn
         return turn(exact, cosine, sine, self.layout, forward.room(exact, "queries")).to(query.dtype)
 
-    def turned_keys(self, forward: Forward, key: Tensor, keys: Tensor, at: int, whole: bool = False) -> Tensor:
+    def turned_keys(self, forward: ScaledForward, key: Tensor, keys: Tensor, at: int, whole: bool = False) -> Tensor:
         """The first of all keys as the token `at` reads them."""
         cosine, sine = forward.key_table(self.schedule, self.layout, keys.shape[2], key.shape[2], whole, at)
         return turn(key, cosine.to(key.device), sine.to(key.device), self.layout, forward.room(key, "keys"))

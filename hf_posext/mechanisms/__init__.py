@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 
-from hf_posext.contract import RotaryChange, Site, Spectrum
-from hf_posext.mechanisms import rotary, rotary_table
+from hf_posext.contract import PositionTable, RotaryChange, Site, Spectrum
+from hf_posext.mechanisms import learned, rotary, rotary_table, sinusoidal
 from hf_posext.mechanisms._held import holder_of
+from hf_posext.mechanisms._rows import grow_columns, shrink_columns
 from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
 
 __all__ = [
     "find_root",
     "find_sites",
+    "grow_columns",
+    "has_rows",
     "holder_of",
+    "is_finite",
     "keeper_of",
     "left_alone",
     "read",
     "read_short",
+    "read_spectrum",
     "reset",
     "restore",
     "root_model",
     "short_length",
+    "shrink_columns",
+    "silence",
     "write",
 ]
 
-KEEPERS: list[ModuleType] = [rotary, rotary_table]
+KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal]
+ROWS = {learned.MECHANISM: learned, sinusoidal.MECHANISM: sinusoidal}
 
 
 def find_sites(model: nn.Module) -> list[Site]:
@@ -55,12 +64,26 @@ def looks_positional(module: nn.Module) -> bool:
 
 def keeper_of(site: Site) -> ModuleType:
     """The file that reads and writes a site."""
+    if has_rows(site):
+        return ROWS[site.mechanism]
     return rotary if site.field.endswith(rotary.SUFFIX) else rotary_table
 
 
-def read(site: Site, trained_length: int) -> Spectrum:
+def read(site: Site, trained_length: int) -> Spectrum | PositionTable:
     """What a site holds now."""
     return keeper_of(site).read(site, trained_length)
+
+
+def read_spectrum(site: Site, trained_length: int) -> Spectrum:
+    """What a rotary site holds now.
+
+    Raises:
+        TypeError: the site is not rotary.
+    """
+    found = read(site, trained_length)
+    if not isinstance(found, Spectrum):
+        raise TypeError(f"{site} is a {site.mechanism} site, which has no frequencies.")
+    return found
 
 
 def read_short(site: Site, spectrum: Spectrum) -> Tensor:
@@ -79,6 +102,25 @@ def write(site: Site, change: RotaryChange, target_length: int) -> None:
         rotary.write(site, change)
     else:
         rotary_table.write(site, change, target_length)
+
+
+def has_rows(site: Site) -> bool:
+    """Whether a site is a table of rows that are added to hidden states."""
+    return site.mechanism in ROWS
+
+
+def is_finite(site: Site) -> bool:
+    """Whether a rotary site has a table that ends."""
+    return keeper_of(site) is rotary_table
+
+
+def silence(site: Site, target_length: int) -> None:
+    """Makes a site say nothing: rotation by angle 0, or zeros in place of rows."""
+    if has_rows(site):
+        ROWS[site.mechanism].silence(site)
+        return
+    spectrum = read_spectrum(site, 1)
+    write(site, RotaryChange(torch.zeros_like(spectrum.inv_freq), spectrum.attention_scaling), target_length)
 
 
 def restore(site: Site) -> None:

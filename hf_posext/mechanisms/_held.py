@@ -1,12 +1,13 @@
 """Keeps values in a module that casts, moves, loads and re-initialisation would otherwise round or replace.
 
 A held module gets a subclass of its own class, of the same name: its buffers are written again, from values kept in
-float64 outside of any buffer, after whatever replaced them. `forward` itself is the class's own.
+float64 outside of any buffer, after whatever replaced them. Its holder says how it runs.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +24,8 @@ class Holder(Protocol):
     def rewrite(self, module: nn.Module) -> None:
         """Writes the kept values into the module's buffers, on the device where these are now."""
 
-    def is_intact(self, module: nn.Module) -> bool:
-        """Whether no buffer was replaced behind the module's back (mixed precision that casts `buffer.data`)."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a forward of the module gives; `forward` is that of its own class."""
 
     def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
         """Frequencies and attention scaling, for transformers' weight initialisation."""
@@ -39,6 +40,24 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before it was held."""
     holder = holder_of(module)
     return type(module) if holder is None else holder.original_class
+
+
+class Intact:
+    """The part of holders whose modules run as their class does, once buffers that something replaced are rewritten."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward on the kept values."""
+        if not self.is_intact(module):
+            self.rewrite(module)
+        return forward(module, *args, **kwargs)
+
+    def is_intact(self, module: nn.Module) -> bool:
+        """Whether no buffer was replaced behind the module's back (mixed precision that casts `buffer.data`)."""
+        raise NotImplementedError
+
+    def rewrite(self, module: nn.Module) -> None:
+        """As `Holder.rewrite`."""
+        raise NotImplementedError
 
 
 def hold(module: nn.Module, holder: Holder) -> None:
@@ -75,10 +94,10 @@ def make_held_class(base: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(base.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            holder = holder_of(self)  # None where a hook has kept this method beyond the patch
-            if holder is not None and not holder.is_intact(self):
-                holder.rewrite(self)
-            return base.forward(self, *args, **kwargs)
+            holder = holder_of(self)
+            if holder is None:  # a hook has kept this method beyond the patch
+                return base.forward(self, *args, **kwargs)
+            return holder.run(self, base.forward, args, kwargs)
 
         def _apply(self, fn: Any, recurse: bool = True) -> Any:
             super()._apply(fn, recurse)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from hf_posext.compat import rope_block
 from hf_posext.contract import RotaryChange, Site, Spectrum
-from hf_posext.mechanisms._held import hold, holder_of, original_class, release, write_buffer
+from hf_posext.mechanisms._held import Intact, hold, holder_of, original_class, release, write_buffer
 from hf_posext.mechanisms._scope import Scoped
 
 MECHANISM = "rotary"
@@ -160,7 +160,7 @@ def is_scaling_state(name: str) -> bool:
     return name in ("rope_type", "rope_init_fn", "long_inv_freq") or name.endswith("attention_scaling")
 
 
-class RotaryHolder:
+class RotaryHolder(Intact):
     """What a patched rotary module keeps: its frequencies in float64 and what it was before."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from hf_posext.compat import quiet
 from hf_posext.contract import RotaryChange, Site, Spectrum
-from hf_posext.mechanisms._held import hold, holder_of, release, write_buffer
+from hf_posext.mechanisms._held import Intact, hold, holder_of, release, write_buffer
 from hf_posext.mechanisms._scope import Scoped
 from hf_posext.mechanisms.rotary import MECHANISM, base_of
 
@@ -24,6 +24,9 @@ def find(scoped: Scoped) -> list[Site]:
 
     The width tells a rotary table from an additive one: it turns (a part of) a head, not the whole hidden state.
     """
+    holder = holder_of(scoped.module)
+    if isinstance(holder, TableHolder):  # switched off, it does not look like a rotation any more
+        return [Site(MECHANISM, scoped.name, scoped.module, scoped.config, "", holder.field)]
     tensors = dict(scoped.module.named_buffers(recurse=False))
     if isinstance(scoped.module, nn.Embedding):
         tensors["weight"] = scoped.module.weight
@@ -92,7 +95,7 @@ def build_table(inv_freq: Tensor, rows: int, scaling: float) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=1) * scaling
 
 
-class TableHolder:
+class TableHolder(Intact):
     """What a patched table module keeps: the table as it was, and the spectrum and length of the new one."""
 
     def __init__(self, site: Site) -> None:

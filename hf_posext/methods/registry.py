@@ -80,13 +80,13 @@ class Method:
             options = {LIMIT: limit, **options}
         return function(reading, factor, **options)
 
-    def check_options(self, mechanism: str, given: dict[str, Any]) -> None:
+    def check_options(self, given: dict[str, Any]) -> None:
         """Refuses unknown options and missing required ones.
 
         Raises:
             TypeError: naming the option, what the method takes, and the nearest known name.
         """
-        allowed = self.options(mechanism)
+        allowed = self.all_options()
         for name in given:
             if name not in allowed:
                 raise TypeError(unknown(f"option of `{self.name}`:", name, allowed))
@@ -96,10 +96,13 @@ class Method:
         if missing:
             raise TypeError(f"`{self.name}` needs {quoted(missing)}, for example {missing[0]}=...")
 
+    def all_options(self) -> dict[str, Any]:
+        """Option name -> default over all mechanisms."""
+        return {name: default for mechanism in self.functions for name, default in self.options(mechanism).items()}
+
     def info(self) -> MethodInfo:
         """The row of `list_methods`."""
-        options = {name: default for mechanism in self.functions for name, default in self.options(mechanism).items()}
-        return MethodInfo(self.name, self.aliases, tuple(self.functions), self.summary, self.paper, options)
+        return MethodInfo(self.name, self.aliases, tuple(self.functions), self.summary, self.paper, self.all_options())
 
 
 def method(

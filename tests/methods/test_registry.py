@@ -157,33 +157,33 @@ def test_required_option_has_no_default() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"beta_fast": 16.0}, {"truncate": False, "ramp": "rotations"}])
 def test_known_options_pass(given: dict[str, Any]) -> None:
-    get_method("yarn").check_options("rotary", given)
+    get_method("yarn").check_options(given)
 
 
 def test_unknown_option_is_refused_with_the_nearest_and_all_known() -> None:
     with pytest.raises(
         TypeError, match=r"option of `yarn`: 'beta_fst'\. Did you mean `beta_fast`\? Allowed:"
     ) as caught:
-        get_method("yarn").check_options("rotary", {"truncate": False, "beta_fst": 16})
+        get_method("yarn").check_options({"truncate": False, "beta_fst": 16})
     assert all(f"`{name}`" in str(caught.value) for name in get_method("yarn").options("rotary"))
 
 
 def test_option_of_a_method_without_any_is_refused_as_such() -> None:
     with pytest.raises(TypeError, match=r"option of `pi`: 'beta_fast'\. Allowed: none\."):
-        get_method("pi").check_options("rotary", {"beta_fast": 16})
+        get_method("pi").check_options({"beta_fast": 16})
 
 
 @pytest.mark.parametrize(("name", "option"), [("abf", "rope_theta"), ("longrope", "long_factor")])
 def test_missing_option_is_named_with_how_to_give_it(name: str, option: str) -> None:
     with pytest.raises(TypeError, match=rf"`{name}` needs `{option}`, for example {option}=\.\.\."):
-        get_method(name).check_options("rotary", {})
+        get_method(name).check_options({})
 
 
 def test_all_missing_options_are_named_at_once() -> None:
     declared = declare()
     declared.on("rotary")(needing)
     with pytest.raises(TypeError, match=r"`halve` needs `first`, `second`, for example first=\.\.\."):
-        declared.check_options("rotary", {"third": 2.0})
+        declared.check_options({"third": 2.0})
 
 
 @pytest.mark.parametrize(("name", "near"), [("yarm", "yarn"), ("llama", "llama3"), ("liner", "linear"), ("nkt", "ntk")])

@@ -1,0 +1,112 @@
+"""Adapters that change what a logit is by the distance alone: a linear bias, or a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_posext.attention import masks
+from hf_posext.attention.bias import causal_linear, distance_bias, masked, symmetric_linear, windowed
+from hf_posext.attention.interface import Attended, Call
+from hf_posext.attention.reading import Forward, Reader
+
+
+@dataclass
+class ByDistance:
+    """Attention with something added to each logit that depends on its head and distance."""
+
+    reader: Reader
+    is_causal: bool
+
+    def attend(self, call: Call) -> Attended:
+        """As `Call.run`, with the addition."""
+        forward, call = self.reader.of(call)
+        if masks.is_plain(call, forward, self.is_causal):
+            output = self.plain(call)
+            return call.run() if output is None else (output.transpose(1, 2).contiguous(), None)
+        if masks.is_special(call):
+            return self.dense(call, forward)
+        rows = self.rows(call, forward)
+        output, weights = masked(
+            call.query,
+            call.key,
+            call.value,
+            masks.scale_of(call),
+            rows,
+            dropout=masks.dropout_of(call),
+            weights=masks.is_eager(call),
+        )
+        return output.transpose(1, 2).contiguous(), weights
+
+    def plain(self, call: Call) -> Tensor | None:
+        """[B, H, L, D of values] where no mask hides anything and positions have no gaps; None: nothing is added."""
+        raise NotImplementedError
+
+    def added(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+        """What is added to logits, [B or 1, H or 1, l, S] float32, -inf where a key is not seen.
+
+        Args:
+            query_places: [B or 1, l] int64.
+            key_places: [B or 1, S] int64.
+        """
+        raise NotImplementedError
+
+    def rows(self, call: Call, forward: Forward) -> masks.Rows:
+        """Addition and mask of some queries: begin, end -> [B or 1, H or 1, end - begin, S] float32."""
+        query_places, key_places = masks.places(call, forward)
+        mask = masks.additive(call, self.is_causal)
+        return lambda begin, end: self.added(query_places[:, begin:end], key_places) + mask(begin, end)
+
+    def dense(self, call: Call, forward: Forward) -> Attended:
+        """By the model's own function, which does more to its logits, with the addition in its mask."""
+        mask = self.rows(call, forward)(0, call.query.shape[2])
+        lowest = torch.finfo(call.query.dtype).min
+        return replace(call, mask=mask.clamp(min=lowest)).run()
+
+
+@dataclass
+class LinearlyBiased(ByDistance):
+    """ALiBi: logits minus slope x distance.
+
+    Attributes:
+        before: slope of each head for keys before the query, [H] float32 on the CPU; no cast of the model rounds it.
+        after: the same for keys behind it.
+    """
+
+    before: Tensor
+    after: Tensor
+
+    def plain(self, call: Call) -> Tensor:
+        """As `ByDistance.plain`."""
+        device, scale = call.query.device, masks.scale_of(call)
+        if self.is_causal:
+            return causal_linear(call.query, call.key, call.value, self.before.to(device), scale)
+        before, after = self.before.to(device), self.after.to(device)
+        return symmetric_linear(call.query, call.key, call.value, before, after, scale)
+
+    def added(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+        """As `ByDistance.added`; a mask that lets a causal model see ahead meets the slopes for keys behind."""
+        device = query_places.device
+        return distance_bias(self.before.to(device), self.after.to(device), query_places, key_places)
+
+
+@dataclass
+class Windowed(ByDistance):
+    """A sliding window of `width` tokens, and the first `sinks` of a text."""
+
+    width: int
+    sinks: int
+
+    def plain(self, call: Call) -> Tensor | None:
+        """As `ByDistance.plain`; text within the window is left to the model's own function."""
+        if call.key.shape[2] <= self.width:
+            return None
+        scale = masks.scale_of(call)
+        return windowed(call.query, call.key, call.value, self.width, self.sinks, scale, causal=self.is_causal)
+
+    def added(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+        """As `ByDistance.added`."""
+        distance = (query_places[:, :, None] - key_places[:, None, :]).abs()
+        return masks.hidden_where((distance >= self.width) & (key_places >= self.sinks)[:, None, :])[:, None]

@@ -1,0 +1,140 @@
+"""Methods that act on attention logits rather than on frequencies: sites switched off, adapters put in place."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posext import mechanisms
+from hf_posext.attention import interface
+from hf_posext.attention.biased import LinearlyBiased, Windowed
+from hf_posext.attention.interface import Adapter
+from hf_posext.attention.layout import Layout
+from hf_posext.attention.masks import ABLE
+from hf_posext.attention.reading import Reader, attach
+from hf_posext.attention.remapped import Remapped
+from hf_posext.configs import config_parts
+from hf_posext.contract import Change, LinearBias, NoPosition, Remap, RotaryChange, Site, Spectrum, Window
+from hf_posext.errors import PatchError
+from hf_posext.layouts import attended, find_layouts
+from hf_posext.mechanisms._scope import scoped_modules
+from hf_posext.planning import Plan
+
+
+def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
+    """Puts a plan that acts in attention into a model.
+
+    Raises:
+        PatchError: attention that does not go through transformers' registry.
+        ValueError: options that do not fit the model's heads.
+    """
+    if plan.window is not None:
+        put_window(model, plan.window, plan.target_length)
+        return
+    owners = {id(scoped.module): scoped.owner for scoped in scoped_modules(model)}
+    rows = list(zip(sites, plan.readings, plan.changes, strict=True))
+    configs = config_parts(model)
+    live = {str(site): kept(site, reading) for site, reading, _ in rows if isinstance(reading, Spectrum)}
+    for owner in {id(owner): owner for site in sites if (owner := owners[id(site.module)])}.values():
+        mine = {str(row[0]): row for row in rows if owners[id(row[0].module)] is owner}
+        if not all(type(change) is NoPosition for _, _, change in mine.values()):
+            put_adapters(owner, configs, mine, live)
+    for site, reading, change in rows:
+        if isinstance(change, NoPosition):
+            mechanisms.silence(site, plan.target_length)
+        else:  # it keeps the frequencies that it has, whatever is cast or loaded
+            mechanisms.write(site, live[str(site)], plan.target_length)
+        if not isinstance(reading, Spectrum):
+            mechanisms.grow_columns(model, site, plan.target_length - plan.trained_length)
+
+
+def kept(site: Site, spectrum: Spectrum) -> RotaryChange:
+    """The frequencies that a site rotates by now; where it has two lists, those for long text."""
+    switches = mechanisms.short_length(site) is not None
+    inv_freq = spectrum.inv_freq if switches else mechanisms.read_short(site, spectrum)
+    return RotaryChange(inv_freq, spectrum.attention_scaling)
+
+
+def put_adapters(
+    owner: PreTrainedModel,
+    configs: list[PreTrainedConfig],
+    rows: dict[str, tuple[Site, Any, Change]],
+    live: dict[str, RotaryChange],
+) -> None:
+    """Gives each attention module that the sites of one sub-model serve its adapter."""
+    interface.choose(configs, ABLE)
+    reach = attended(owner)
+    rotary = [site for site, reading, _ in rows.values() if isinstance(reading, Spectrum)]
+    layouts, _ = find_layouts(owner, rotary) if rotary else ({}, True)
+    if len(rotary) < len(rows):  # a table is read by every layer
+        site = next(site for site, reading, _ in rows.values() if not isinstance(reading, Spectrum))
+        served: dict[nn.Module, tuple[Site, Layout | None]] = {
+            module: layouts.get(module, (site, None)) for module in reach
+        }
+    else:
+        served = dict(layouts)
+    if not served:
+        raise PatchError(not_reached(owner))
+    reader = reader_of(owner, configs, all(reach[module].by_keyword for module in served))
+    adapters: dict[nn.Module, Adapter] = {}
+    for module, (site, layout) in served.items():
+        change, is_causal = rows[str(site)][2], is_causal_module(module)
+        if isinstance(change, LinearBias):
+            before, after = (each(reach[module].count).float() for each in (change.slopes, change.after))
+            adapters[module] = LinearlyBiased(reader, is_causal, before, before if is_causal else after)
+        elif isinstance(change, Remap) and layout is not None:
+            index = getattr(module, "layer_idx", None)
+            adapters[module] = Remapped(reader, is_causal, change, layout, live[str(site)].inv_freq, index)
+    attach(owner, reader, adapters)
+
+
+def put_window(model: nn.Module, window: Window, target_length: int) -> None:
+    """Gives every attention module of the text part a window."""
+    configs = config_parts(model)
+    interface.choose(configs, ABLE)
+    owners = {
+        id(each.owner): each.owner for each in scoped_modules(model) if each.is_text and is_attention(each.module)
+    }
+    for owner in owners.values():
+        reach = attended(owner)
+        if not reach:
+            raise PatchError(not_reached(owner))
+        reader = reader_of(owner, configs, all(heads.by_keyword for heads in reach.values()))
+        attach(
+            owner,
+            reader,
+            {module: Windowed(reader, is_causal_module(module), window.width, window.sinks) for module in reach},
+        )
+    if not owners:
+        raise PatchError(not_reached(mechanisms.root_model(model)))
+    for site in mechanisms.find_sites(model):
+        if mechanisms.is_finite(site):  # positions go on beyond N, so the table has to
+            spectrum = mechanisms.read_spectrum(site, target_length)
+            mechanisms.write(site, kept(site, spectrum), target_length)
+
+
+def reader_of(owner: PreTrainedModel, configs: list[PreTrainedConfig], by_keyword: bool) -> Reader:
+    """A reader for the forward of a sub-model."""
+    return Reader(configs, tuple(inspect.signature(owner.forward).parameters), by_keyword, ABLE)
+
+
+def is_causal_module(module: nn.Module) -> bool:
+    """Whether an attention module sees only earlier tokens."""
+    return bool(getattr(module, "is_causal", True))
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is attention over the text that can go through transformers' registry."""
+    return hasattr(module, "is_causal") and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def not_reached(owner: nn.Module) -> str:
+    """Why a model cannot be patched."""
+    return (
+        f"No attention of {type(owner).__name__} goes through transformers' attention registry, which is where this "
+        "method acts. Choose one that changes frequencies, see `list_methods(model)`."
+    )

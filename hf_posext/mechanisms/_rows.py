@@ -1,0 +1,84 @@
+"""What learned and sinusoidal tables have in common: rows that are added to the hidden states, and can be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posext.contract import PositionTable, Site
+from hf_posext.mechanisms._held import hold, holder_of, release
+from hf_posext.mechanisms._scope import root_model, scoped_modules
+
+UNDO = "_posext_columns"
+
+
+class SilentHolder:
+    """What a table keeps that is switched off: rows and class stay as they are, and zeros are added instead of rows."""
+
+    def __init__(self, module: nn.Module, field: str) -> None:
+        self.original_class = type(module)
+        self.field = field
+
+    def rewrite(self, module: nn.Module) -> None:
+        """Nothing: no value is kept."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Zeros, [1, 1, W], for positions of any number: what is added to hidden states may be broadcast."""
+        rows: Tensor = getattr(module, self.field)
+        return rows.new_zeros(1, 1, rows.shape[1])
+
+    def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
+        """Never asked for: the module has no frequencies."""
+        return torch.empty(0), 1.0
+
+
+def read(site: Site, trained_length: int) -> PositionTable:
+    """Size of the table."""
+    rows, width = getattr(site.module, site.field).shape
+    return PositionTable(rows, width, trained_length)
+
+
+def silence(site: Site) -> None:
+    """Switches the site off."""
+    if holder_of(site.module) is None:
+        hold(site.module, SilentHolder(site.module, site.field))
+
+
+def restore(site: Site) -> None:
+    """Switches the site on again."""
+    if holder_of(site.module) is not None:
+        release(site.module)
+
+
+def reset(site: Site) -> None:
+    """Nothing: an unpatched table is what was loaded."""
+
+
+def grow_columns(model: nn.Module, site: Site, more: int) -> None:
+    """Lengthens what the module around a table keeps for each position (`position_ids`, `token_type_ids`).
+
+    Args:
+        model: the model.
+        site: the table.
+        more: positions beyond those that there were.
+    """
+    rows = getattr(site.module, site.field).shape[0]
+    parent = root_model(model).get_submodule(site.name.rpartition(".")[0])
+    for name, buffer in parent._buffers.items():
+        if buffer is None or buffer.is_floating_point() or buffer.dim() != 2 or buffer.shape[1] != rows:
+            continue
+        parent.__dict__.setdefault(UNDO, {}).setdefault(name, buffer)
+        step = buffer[:, -1:] - buffer[:, -2:-1]
+        ahead = buffer[:, -1:] + step * torch.arange(1, more + 1, device=buffer.device)
+        parent._buffers[name] = torch.cat((buffer, ahead.to(buffer.dtype)), dim=1)
+
+
+def shrink_columns(model: nn.Module) -> None:
+    """Gives all that `grow_columns` has lengthened back."""
+    for each in scoped_modules(model):
+        for name, buffer in each.module.__dict__.pop(UNDO, {}).items():
+            present = each.module._buffers[name]
+            each.module._buffers[name] = buffer if present is None else buffer.to(present.device)

@@ -1,0 +1,88 @@
+"""ReRoPE: distances beyond a window are clipped, or grow more slowly (leaky)."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+from hf_posext.arguments import check_length
+from hf_posext.contract import Remap, Spectrum
+from hf_posext.methods.registry import method
+from hf_posext.methods.self_extend import check_flag, default_window
+
+rerope = method(
+    "rerope",
+    summary="distances as they are up to a window, and the window itself beyond it",
+    paper="Su 2023, kexue.fm/archives/9708 (Rectified RoPE)",
+)
+leaky_rerope = method(
+    "leaky_rerope",
+    summary="distances as they are up to a window, and growing more slowly beyond it",
+    paper="Su 2023, kexue.fm/archives/9708 (Leaky ReRoPE)",
+)
+
+
+@rerope.on("rotary")
+def clipped(spectrum: Spectrum, factor: float, *, window: int | None = None, logn: bool = False) -> Remap:
+    """Distance min(d, W), whatever the length of the text.
+
+    Args:
+        spectrum: the live spectrum.
+        factor: s, which only says how long the text will be.
+        window: W in tokens; N / 2 if None.
+        logn: multiply logits by max(1, ln(p + 1) / ln N) at query p.
+
+    Raises:
+        TypeError, ValueError: a bad value.
+
+    Source: Su 2023, kexue.fm/archives/9708.
+    """
+    near = default_window(spectrum.trained_length, 2) if window is None else check_length("window", window)
+    return Remap(near, 0, 0.0, spectrum.trained_length, logn=check_flag("logn", logn))
+
+
+@leaky_rerope.on("rotary")
+def slowed(
+    spectrum: Spectrum,
+    factor: float,
+    *,
+    window: int | None = None,
+    slope: float | None = None,
+    logn: bool = False,
+) -> Remap:
+    """Distance W + slope (d - W) beyond W, where slope is 1 / k of the source.
+
+    Args:
+        spectrum: the live spectrum.
+        factor: s = T / N.
+        window: W in tokens; N / 2 if None.
+        slope: from 0 (`rerope`) to 1 (no change); if None that with which T tokens just fit into N.
+        logn: multiply logits by max(1, ln(p + 1) / ln N) at query p.
+
+    Raises:
+        TypeError, ValueError: a bad value, or a window from which no slope follows.
+
+    Source: Su 2023, kexue.fm/archives/9708.
+    """
+    length = spectrum.trained_length
+    near = default_window(length, 2) if window is None else check_length("window", window)
+    return Remap(near, 0, slope_for(slope, near, length, factor), length, logn=check_flag("logn", logn))
+
+
+def slope_for(slope: object, window: int, trained_length: int, factor: float) -> float:
+    """The slope that was given, or (N - W) / (T - W).
+
+    Raises:
+        TypeError, ValueError: not a number from 0 to 1, or a window that reaches N.
+    """
+    if slope is None:
+        if window >= trained_length:
+            raise ValueError(
+                f"`window` must be less than the trained length {trained_length} for a slope to follow from it, got "
+                f"{window}. Lower it, or give `slope`."
+            )
+        return (trained_length - window) / (trained_length * factor - window)
+    if isinstance(slope, bool) or not isinstance(slope, Real):
+        raise TypeError(f"`slope` must be a number from 0 to 1, got {slope!r} of type {type(slope).__name__}.")
+    if not 0 <= float(slope) <= 1:
+        raise ValueError(f"`slope` must be a number from 0 to 1 (1 / k of the source), got {slope!r}.")
+    return float(slope)

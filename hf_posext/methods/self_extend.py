@@ -1,0 +1,82 @@
+"""SelfExtend: distances beyond a window are read in groups."""
+
+from __future__ import annotations
+
+import math
+
+from hf_posext.arguments import check_length
+from hf_posext.contract import Remap, Spectrum
+from hf_posext.errors import unknown
+from hf_posext.methods.registry import method
+
+DYNAMIC = "dynamic"
+
+self_extend = method(
+    "self_extend",
+    aliases=("selfextend",),
+    summary="distances as they are up to a window, beyond it in groups of tokens that share a position",
+    paper="Jin et al. 2024, arXiv 2401.01325, sec. 3",
+)
+
+
+@self_extend.on("rotary")
+def rotary(
+    spectrum: Spectrum,
+    factor: float,
+    *,
+    group_size: int | str | None = None,
+    window: int | None = None,
+    logn: bool = False,
+) -> Remap:
+    """A key at least W tokens before its query is met at floor(q / G) + W - floor(W / G) - floor(k / G).
+
+    Args:
+        spectrum: the live spectrum.
+        factor: s = T / N.
+        group_size: G in tokens; "dynamic" for the smallest with which the text up to each query fits into N, which
+            leaves text of at most N tokens as it is; if None the smallest with which T tokens do.
+        window: W in tokens, less than N; N / 4 if None.
+        logn: multiply logits by max(1, ln(p + 1) / ln N) at query p.
+
+    Raises:
+        TypeError, ValueError: a bad value, or a window that leaves no room for groups.
+
+    Source: SelfExtend (arXiv 2401.01325), sec. 3, eq. 3 and 4.
+    """
+    length = spectrum.trained_length
+    near = default_window(length, 4) if window is None else check_length("window", window)
+    if group_size is not None and group_size != DYNAMIC:
+        if isinstance(group_size, str):
+            raise ValueError(unknown("value of `group_size`:", group_size, [DYNAMIC, "a whole number"]))
+        return Remap(near, check_length("group_size", group_size), 0.0, length, logn=check_flag("logn", logn))
+    if near >= length:
+        raise ValueError(
+            f"`window` must be less than the trained length {length} for a group size to follow from it, got {near}. "
+            "Lower it, or give `group_size`."
+        )
+    group = group_for(length * factor, near, length)
+    return Remap(near, group, 0.0, length, group_size == DYNAMIC, check_flag("logn", logn))
+
+
+def group_for(tokens: float, window: int, trained_length: int) -> int:
+    """The smallest G with which so many tokens stand within N: window + (tokens - window) / G <= N.
+
+    Source: SelfExtend (arXiv 2401.01325), sec. 3: the longest text is (N - W) G + W.
+    """
+    return max(1, math.ceil((tokens - window) / (trained_length - window)))
+
+
+def default_window(trained_length: int, share: int) -> int:
+    """A part of N, at least one token."""
+    return max(1, trained_length // share)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+    return value
