@@ -43,13 +43,11 @@ def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
         mine = {str(row[0]): row for row in rows if owners[id(row[0].module)] is owner}
         if not all(type(change) is NoPosition for _, _, change in mine.values()):
             put_adapters(owner, configs, mine, live)
-    for site, reading, change in rows:
+    for site, _, change in rows:
         if isinstance(change, NoPosition):
-            mechanisms.silence(site, plan.target_length)
+            mechanisms.silence(model, site, plan.trained_length, plan.target_length)
         else:  # it keeps the frequencies that it has, whatever is cast or loaded
             mechanisms.write(site, live[str(site)], plan.target_length)
-        if not isinstance(reading, Spectrum):
-            mechanisms.grow_columns(model, site, plan.target_length - plan.trained_length)
 
 
 def kept(site: Site, spectrum: Spectrum) -> RotaryChange:
@@ -68,15 +66,7 @@ def put_adapters(
     """Gives each attention module that the sites of one sub-model serve its adapter."""
     interface.choose(configs, ABLE)
     reach = attended(owner)
-    rotary = [site for site, reading, _ in rows.values() if isinstance(reading, Spectrum)]
-    layouts, _ = find_layouts(owner, rotary) if rotary else ({}, True)
-    if len(rotary) < len(rows):  # a table is read by every layer
-        site = next(site for site, reading, _ in rows.values() if not isinstance(reading, Spectrum))
-        served: dict[nn.Module, tuple[Site, Layout | None]] = {
-            module: layouts.get(module, (site, None)) for module in reach
-        }
-    else:
-        served = dict(layouts)
+    served = served_by(owner, list(reach), rows)
     if not served:
         raise PatchError(not_reached(owner))
     reader = reader_of(owner, configs, all(reach[module].by_keyword for module in served))
@@ -90,6 +80,29 @@ def put_adapters(
             index = getattr(module, "layer_idx", None)
             adapters[module] = Remapped(reader, is_causal, change, layout, live[str(site)].inv_freq, index)
     attach(owner, reader, adapters)
+
+
+def served_by(
+    owner: PreTrainedModel, modules: list[nn.Module], rows: dict[str, tuple[Site, Any, Change]]
+) -> dict[nn.Module, tuple[Site, Layout | None]]:
+    """The attention modules that the sites of a sub-model serve, and their layout where they rotate.
+
+    Raises:
+        PatchError: a map of distances on modules whose rotation is not understood.
+    """
+    rotary = [site for site, reading, _ in rows.values() if isinstance(reading, Spectrum)]
+    tables = [site for site, reading, _ in rows.values() if not isinstance(reading, Spectrum)]
+    layouts: dict[nn.Module, tuple[Site, Layout | None]] = {}
+    if rotary and modules:
+        try:
+            layouts.update(find_layouts(owner, rotary)[0])
+        except PatchError:
+            if any(isinstance(change, Remap) for _, _, change in rows.values()):
+                raise
+            tables = tables or rotary[:1]  # a bias needs to know only where to go, and keys may be all zeros
+    if not tables:
+        return layouts
+    return {module: layouts.get(module, (tables[0], None)) for module in modules}  # a table is read by every layer
 
 
 def put_window(model: nn.Module, window: Window, target_length: int) -> None:

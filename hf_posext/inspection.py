@@ -159,8 +159,7 @@ def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
     """The row of one site; N in tokens only bears on the count of incomplete channels."""
     reading, kind = mechanisms.read(site, length), type(site.module).__name__
     if isinstance(reading, PositionTable):
-        is_off = mechanisms.holder_of(site.module) is not None
-        return SiteReport(site.mechanism, str(site), kind, is_patched, is_off, None, rows=reading.rows)
+        return SiteReport(site.mechanism, str(site), kind, is_patched, mechanisms.is_off(site), None, rows=reading.rows)
     wavelengths = [2 * math.pi / theta if theta else math.inf for theta in reading.inv_freq.tolist()]
     shortest, longest = min(wavelengths), max(wavelengths)
     return SiteReport(
@@ -168,7 +167,7 @@ def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
         site=str(site),
         module=kind,
         is_patched=is_patched,
-        is_off=not math.isfinite(shortest),
+        is_off=mechanisms.is_off(site),
         window=window_of(site),
         base=reading.base,
         rotated_width=reading.rotated_width,

@@ -91,8 +91,10 @@ def patch_model(
             f"The model is already patched: {earlier.describe()}. Call `unpatch_model` first, or give compose=True to "
             "patch on top of it."
         )
-    if earlier is not None and reading.readers(model):
-        raise PatchError(f"Nothing can be put on top of {earlier.describe()}: it acts in attention. Unpatch first.")
+    if earlier is not None and (reading.readers(model) or any(map(mechanisms.is_off, mechanisms.find_sites(model)))):
+        raise PatchError(
+            f"Nothing can be put on top of {earlier.describe()}, which is more than other frequencies. Unpatch first."
+        )
     apply(model, plan)
     if tokenizer is not None:
         state_of(model).tokenizers.append((tokenizer, tokenizer.model_max_length))
@@ -188,9 +190,8 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
     undo = root.__dict__.setdefault(STATE, PatchState()).configs
     before = earlier.before if earlier else fields_before(root)
     first = earlier.original_max_position_embeddings if earlier else original_length(root.config, plan.trained_length)
-    if not any(
-        mechanisms.has_rows(site) for site in mechanisms.find_sites(model)
-    ):  # the field is then a parameter's size
+    tables = [site for site in mechanisms.find_sites(model) if mechanisms.has_rows(site)]
+    if all(str(site) in plan.names for site in tables):  # else the field is the size of a table that stays
         for config in config_parts(model):
             undo.set(config, **dict.fromkeys(length_fields(config), plan.target_length))
     if not plan.is_active:
@@ -261,20 +262,22 @@ def ensure_adopted(model: nn.Module) -> None:
     record = record_of(model)
     if record is None or STATE in root.__dict__:
         return
-    loaded = {str(site): mechanisms.read(site, record.target_length) for site in mechanisms.find_sites(model)}
+    found = mechanisms.find_sites(model)
+    loaded = {str(site): mechanisms.read(site, record.target_length) for site in found}
     own_configs(model)
     set_fields(model, record.before)
     delattr(root.config, CONFIG_FIELD)
-    for site in mechanisms.find_sites(model):
-        mechanisms.reset(site)
+    more = record.target_length - record.steps()[0].trained_length
+    for site in found:
+        mechanisms.reset(model, site, more if str(site) in record.sites else 0)
     replay(model, record)
     if record.native is None:
         return
     for site in mechanisms.find_sites(model):
-        found, before = mechanisms.read(site, record.target_length), loaded[str(site)]
-        if not (isinstance(found, Spectrum) and isinstance(before, Spectrum)):
+        present, before = mechanisms.read(site, record.target_length), loaded[str(site)]
+        if not (isinstance(present, Spectrum) and isinstance(before, Spectrum)):
             continue
-        now, then = found.inv_freq, before.inv_freq
+        now, then = present.inv_freq, before.inv_freq
         if not torch.allclose(now, then, rtol=1e-5, atol=0):
             raise PatchError(
                 f"{site} was loaded with frequencies that its patch record ({record.describe()}) does not give. The "

@@ -16,15 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hf_posext.attention import toeplitz, window
-from hf_posext.attention.toeplitz import ROWS, Bias
+from hf_posext.attention.toeplitz import Bias
 
 Rows = Callable[[int, int], Tensor]
 FAST = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 16  # for fewer queries, looking for keys to leave out costs as much as it saves
-
-LEVEL = (
-    32.0  # up to here, a bias by columns, off by a number per query, is no larger than the logits and costs no digits
-)
 
 
 def is_fast(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -69,14 +65,15 @@ def causal_linear(
     if length == 1:
         ramp = torch.outer(slopes, torch.arange(1.0 - size, 1.0))[None, :, None]
         return scaled_dot_product_attention(query, key, value, ramp, scale=scale, enable_gqa=True)
-    ramp = torch.outer(slopes, torch.arange(1.0 - size, min(ROWS, length)))
+    ramp = torch.outer(slopes, torch.arange(1.0 - size, min(window.FAR, length)))
     ramp[:, size:] = -torch.inf
-    if prune and length >= FEW and float(slopes.max()) * size > window.NOTHING:
-        starts, ends = window.needed(query, key, slopes, None, scale)
-    else:
-        starts, ends = window.everything(heads, length, size, True)
-    gentle = [length == size and slope * size <= LEVEL for slope in slopes.tolist()]
-    plan = window.plan(starts, ends, length, size, groups, True, gentle)
+    starts, ends = window.everything(heads, length, size, True)
+    steep = window.steep(slopes, size, heads // groups) if prune and length >= FEW else range(0)
+    if steep:
+        some, few = slice(steep[0], steep[-1] + 1), slice(steep[0] * groups // heads, (steep[-1] + 1) * groups // heads)
+        starts[some], ends[some] = window.needed(query[:, some], key[:, few], slopes[some], None, scale)
+    whole = window.undivided(starts, slopes.tolist(), length, size)
+    plan = window.plan(starts, ends, length, size, groups, True, whole)
     columns = torch.outer(slopes, torch.arange(size) - size // 2.0)
     return toeplitz.run(query, key, value, Bias(ramp, size - 1, size - length, columns=columns), plan, scale)
 
@@ -107,10 +104,9 @@ def symmetric_linear(
         )[0]
     down = torch.arange(1.0 - length, 1.0)
     ramp = torch.cat([torch.outer(before, down), torch.outer(after, down.flip(0)[1:])], dim=1)
-    if prune and length >= FEW and float(torch.maximum(before.max(), after.max())) * length > window.NOTHING:
+    starts, ends = window.everything(heads, length, length, False)
+    if prune and length >= FEW and window.steep(torch.maximum(before, after), length, 1):
         starts, ends = window.needed(query, key, before, after, scale)
-    else:
-        starts, ends = window.everything(heads, length, length, False)
     plan = window.plan(starts, ends, length, length, groups, False, [False] * heads)
     return toeplitz.run(query, key, value, Bias(ramp, length - 1, 0), plan, scale)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_posext.attention import masks
 from hf_posext.attention.bias import causal_linear, distance_bias, masked, symmetric_linear, windowed
+from hf_posext.attention.gpu import flash_linear, flex_linear, has_flash
 from hf_posext.attention.interface import Attended, Call
 from hf_posext.attention.reading import Forward, Reader
 
@@ -81,6 +82,10 @@ class LinearlyBiased(ByDistance):
     def plain(self, call: Call) -> Tensor:
         """As `ByDistance.plain`."""
         device, scale = call.query.device, masks.scale_of(call)
+        if device.type == "cuda":
+            if has_flash(call) and torch.equal(self.before, self.after):
+                return flash_linear(call, scale, self.before, self.is_causal)
+            return flex_linear(call, scale, self.before, self.after, self.is_causal)
         if self.is_causal:
             return causal_linear(call.query, call.key, call.value, self.before.to(device), scale)
         before, after = self.before.to(device), self.after.to(device)

@@ -42,9 +42,9 @@ def is_special(call: Call) -> bool:
 
 
 def places(call: Call, forward: Forward) -> tuple[Tensor, Tensor]:
-    """Positions of queries [B or 1, L] and keys [B or 1, S], int64, on the first axis where there are several."""
-    keys = forward.key_positions(call.key.shape[2])[0]
-    return forward.now.positions[0].to(call.query.device), keys.to(call.query.device)
+    """Places in their row, int64, of queries [B or 1, L] and keys [B or 1, S]; the first of several axes."""
+    keys = forward.in_row(forward.key_positions(call.key.shape[2]))[0]
+    return forward.in_row(forward.now.positions)[0].to(call.query.device), keys.to(call.query.device)
 
 
 def is_gapless(call: Call, forward: Forward) -> bool:
@@ -108,8 +108,11 @@ def additive(call: Call, is_causal: bool) -> Rows:
     def rows(begin: int, end: int) -> Tensor:
         if mask is None or mask.dim() == 2:
             hidden = torch.zeros(1, 1, 1, keys, dtype=torch.bool, device=device)
-            if is_causal:
-                hidden = ~causal_rows(begin, end, length, keys, device)
+            if is_causal and length > 1:
+                ahead = (
+                    0 if mask is None else keys - length
+                )  # without a mask, sdpa has the first query on the first key
+                hidden = ~causal_rows(begin + ahead, end + ahead, keys, device)
             return hidden_where(hidden if mask is None else hidden | (mask == 0)[:, None, None, -keys:])
         part = mask[..., begin:end, :] if mask.shape[-2] > 1 else mask
         if part.dtype == torch.bool:
@@ -120,9 +123,9 @@ def additive(call: Call, is_causal: bool) -> Rows:
     return rows
 
 
-def causal_rows(begin: int, end: int, length: int, keys: int, device: torch.device) -> Tensor:
-    """[1, 1, end - begin, S] bool: keys up to each query, the last query on the last key."""
-    queries = torch.arange(begin, end, device=device)[:, None] + (keys - length)
+def causal_rows(begin: int, end: int, keys: int, device: torch.device) -> Tensor:
+    """[1, 1, end - begin, S] bool: for queries in slots begin to end the keys up to each."""
+    queries = torch.arange(begin, end, device=device)[:, None]
     return (torch.arange(keys, device=device) <= queries)[None, None]
 
 

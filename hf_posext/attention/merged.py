@@ -142,6 +142,7 @@ class Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, scale: float, views: int, *states: Tensor) -> Tensor:
         """Joins the parts one after the other in float32."""
+        states = tuple(map(with_rows, states))
         output, total = joined(states[:views], states[views:-1], states[-1], plan, scale)
         ctx.save_for_backward(*states, output, total)
         ctx.plan, ctx.scale, ctx.views = plan, scale, views
@@ -152,6 +153,7 @@ class Merged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Each part alone, with the output and the sum of all of them: then its weights are those of the whole."""
         *states, output, total = ctx.saved_tensors
+        gradient = with_rows(gradient)
         grads = [torch.zeros_like(one, dtype=exact_type(one)) for one in states]
         room = states[-1].shape[2]
         for part in (piece for whole in ctx.plan.parts for piece in whole.pieces(room)):
@@ -190,6 +192,11 @@ def joined(
             merged.lerp_(result.to(exact), torch.sigmoid(weight - sums)[..., None])
             torch.logaddexp(sums, weight, out=sums)
     return output.to(value.dtype), total
+
+
+def with_rows(states: Tensor) -> Tensor:
+    """The kernel takes for granted that the numbers of a head lie side by side."""
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def exact_type(states: Tensor) -> torch.dtype:

@@ -72,6 +72,12 @@ class Present:
             lengths = torch.where(self.at_slots(self.counted, self.slots(self.past, self.tokens)), lengths, 0)
         return lengths.amax(-1)
 
+    def padding(self) -> Tensor | None:
+        """[B] int64: slots in front of the first token of each row that its positions count; None where all are 0."""
+        if self.counted is None or self.by_slot is None:
+            return None
+        return torch.where(self.by_slot, self.counted.long().argmax(-1), 0)
+
     def key_positions(self, keys: int) -> Tensor:
         """[A, B or 1, S] int64: positions of the last S slots in use, of the first S where fewer are in use.
 

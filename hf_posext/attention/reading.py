@@ -49,6 +49,11 @@ class Forward:
             return self.now.key_positions(keys)
         return self.remembered(f"positions {keys}", lambda: self.now.key_positions(keys))
 
+    def in_row(self, positions: Tensor) -> Tensor:
+        """Positions [A, B or 1, S] as places in each row, 0 for its first token, also where they count padding."""
+        padding = self.remembered("padding", self.now.padding)
+        return positions if padding is None else positions - padding[None, :, None]
+
     def room(self, states: Tensor, use: str) -> Tensor | None:
         """Memory for turned states, the same for all blocks and layers; None where results must be expressions."""
         if is_expression():

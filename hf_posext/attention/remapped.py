@@ -64,6 +64,8 @@ class Remapped:
         """Whether no distance of a call reaches the window; False where that would have to be asked of a device."""
         if torch.compiler.is_compiling() or (self.remap.logn and not self.is_short(call, forward)):
             return False
+        if self.remap.follows and self.is_ungrouped(forward):
+            return True
         reach = call.options.get("sliding_window") or getattr(call.module, "sliding_window", None)
         if reach is not None and reach <= self.remap.window:
             return True
@@ -74,6 +76,10 @@ class Remapped:
         places = masks.places(call, forward)[0]
         return forward.remembered(f"short {self.remap}", lambda: bool((places < self.remap.trained_length).all()))
 
+    def is_ungrouped(self, forward: Forward) -> bool:
+        """Whether the text fits into N, so that every group is one token; waits for a device."""
+        return forward.remembered(f"ungrouped {self.remap}", lambda: bool((self.groups_of(forward) == 1).all()))
+
     def runs(self, call: Call, forward: Forward) -> list[tuple[int, int, Tensor | None]]:
         """Blocks of queries with one group size in each row: begin, end, sizes [B or 1] (None: the map has none)."""
         length = call.query.shape[2]
@@ -83,10 +89,14 @@ class Remapped:
             raise PatchError(
                 'A compiler cannot follow `group_size="dynamic"`, whose blocks depend on the text. Give a number.'
             )
-        groups = forward.remembered(f"groups {self.remap}", lambda: self.groups(forward))
+        groups = self.groups_of(forward)
         if not self.is_causal:
             return [(0, length, groups[:, 0])]
         return [(begin, end, groups[:, begin]) for begin, end, _ in blocks.runs(groups)]
+
+    def groups_of(self, forward: Forward) -> Tensor:
+        """`groups`, computed once in a forward."""
+        return forward.remembered(f"groups {self.remap}", lambda: self.groups(forward))
 
     def groups(self, forward: Forward) -> Tensor:
         """[B or 1, L] int64: the smallest group size with which the text up to each token fits into N."""
@@ -144,13 +154,13 @@ class Remapped:
 
     def turned(self, query: Tensor, forward: Forward, groups: Tensor | None, side: int, begin: int) -> Tensor:
         """Queries from `begin` as they meet keys beyond the window, before (side 1) or behind (side -1) them."""
-        places = forward.now.positions[..., begin : begin + query.shape[2]]
+        places = forward.in_row(forward.now.positions)[..., begin : begin + query.shape[2]]
         delta = self.mapped(places, groups) + side * self.shift(groups).to(places.device) - places
         return self.turn(query, delta, forward, f"queries {side} {begin} {query.shape[2]}", groups)
 
     def far_keys(self, call: Call, forward: Forward, groups: Tensor | None, seen: int, is_prompt: bool) -> Tensor:
         """The first keys as queries beyond the window meet them; those of a cache are turned once for all steps."""
-        places = forward.key_positions(call.key.shape[2])
+        places = forward.in_row(forward.key_positions(call.key.shape[2]))
 
         def make(begin: int, end: int) -> Tensor:
             here = places[..., begin:end]
@@ -159,7 +169,7 @@ class Remapped:
 
         if is_prompt or torch.compiler.is_compiling():
             return make(0, max(seen - self.remap.window, 0) if is_prompt and self.is_causal else seen)
-        kind = None if groups is None else tuple(groups.tolist())
+        kind = self.remap, None if groups is None else tuple(groups.tolist())
         return made_of(
             forward.cache, self.layer, call.key, "remapped", kind, lambda begin: make(begin, call.key.shape[2])
         )[:, :, :seen]
@@ -184,5 +194,5 @@ class Remapped:
         """
         if not self.remap.logn:
             return query
-        factor = ((places + 1).float().log() / math.log(self.remap.trained_length)).clamp(min=1)
+        factor = ((places.clamp(min=0) + 1).float().log() / math.log(self.remap.trained_length)).clamp(min=1)
         return (query.float() * factor[:, None, :, None]).to(query.dtype)

@@ -38,7 +38,8 @@ class Bias:
     """A bias by distance.
 
     Attributes:
-        ramp: [H or 1, distances] float32, contiguous; the bias at distance d is `ramp[:, origin - d]`.
+        ramp: [H or 1, distances] float32, contiguous; the bias at distance d is `ramp[:, origin - d]`, at all
+            distances that a part can have.
         origin: where the bias at distance 0 stands.
         offset: the number of keys before the key of the first query.
         sinks: the number of first keys that are seen at any distance.

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from hf_posext.attention.toeplitz import ROWS, Plan, Rectangle, parts
 
 COLUMNS = 64  # keys whose norms are bounded together
+LEVEL = 64.0  # of a bias by columns, which is centred
 NOTHING = 26 * math.log(2)  # a weight of 2^-26 is less than half a unit in the last place of float32
 FAR = 1024  # queries that meet far keys together in a backward pass, where each meeting costs a sum over all keys
 Range = tuple[int, int]
@@ -30,6 +31,12 @@ def largest(values: Tensor, size: int) -> Tensor:
 def margin(slopes: Tensor) -> Tensor:
     """How far a logit must lie under another, so that it and all further ones together weigh 2^-26 of it: [H]."""
     return NOTHING - torch.log(-torch.expm1(-slopes))
+
+
+def steep(slopes: Tensor, size: int, share: int) -> range:
+    """The heads between the first and the last that can leave out any of `size` keys, in whole groups of `share`."""
+    heads = [head for head, slope in enumerate(slopes.tolist()) if slope * size > NOTHING]
+    return range(heads[0] // share * share, heads[-1] // share * share + share) if heads else range(0)
 
 
 @torch.no_grad()
@@ -74,6 +81,19 @@ def needed(
     seen_after = seen(after, begin - (last - 1))
     ends = (len(begin) - seen_after.flip(-1).int().argmax(-1)) * COLUMNS
     return starts.tolist(), ends.clamp(max=size).tolist()
+
+
+def undivided(starts: list[list[int]], slopes: list[float], length: int, size: int) -> list[bool]:
+    """[H]: heads of causal attention that are better off in one piece with a bias by columns.
+
+    That bias is off by a number per query; up to `LEVEL` it is about as large as logits are, and costs no digits. It is
+    worth it where few keys are left out.
+    """
+    full = sum(size - length + last for _, last in spans(length))
+    return [
+        length == size and slope * size <= LEVEL and sum(one) < full / 8
+        for one, slope in zip(starts, slopes, strict=True)
+    ]
 
 
 def everything(heads: int, length: int, size: int, causal: bool) -> tuple[list[list[int]], list[list[int]]]:

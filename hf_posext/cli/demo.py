@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
     from hf_posext.evaluation.perplexity import PerplexityReport
 
-METHODS = ("pi", "ntk", "ntk_by_parts", "yarn")
+METHODS = ("pi", "ntk", "ntk_by_parts", "yarn", "self_extend", "rerope")
 DYNAMIC = "yarn (dynamic)"
 PATCHED = (*METHODS, DYNAMIC)
+ABLATIONS = ("alibi", "nope")
 NOTE = (
-    "`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; each method is patched "
-    "for each context length T by the factor T / {trained}, so at {trained} it changes nothing; "
-    f"`{DYNAMIC}` is patched once, for {{longest}} tokens, and its factor follows the length of the text."
+    "`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; `window` is the model "
+    "of which each token sees only the last {trained}, otherwise not patched; each method is patched for each context "
+    "length T by the factor T / {trained}, so at {trained} it changes nothing; "
+    f"`{DYNAMIC}` is patched once, for {{longest}} tokens, and its factor follows the length of the text; "
+    "`alibi` and `nope` are patched once as well, since no factor bears on them: they are ablations here, because a "
+    "model trained with another encoding has to be tuned before it can use them."
 )
 
 
@@ -35,18 +39,20 @@ class Scope:
 
     Attributes:
         factors: context lengths as multiples of the trained length; the first is 1.
+        ablated: those of them at which `alibi` and `nope` are measured.
         documents: documents read at most; None reads all.
         endpoints: places in each document where targets end.
         targets: tokens scored at each.
     """
 
     factors: tuple[int, ...] = (1, 2, 4, 8, 16)
+    ablated: tuple[int, ...] = (1, 4, 16)
     documents: int | None = None
     endpoints: int = 2
     targets: int = 128
 
 
-QUICK = Scope(factors=(1, 2, 4), endpoints=1)
+QUICK = Scope(factors=(1, 2, 4), ablated=(1, 4), endpoints=1)
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,8 @@ class Story:
     """What was measured.
 
     Attributes:
-        gain: the bars, each method patched with the factor that fits each context length, and yarn patched once for the
-            longest context with a factor that follows the length of the text.
+        gain: the bars, each method patched with the factor that fits each context length, yarn patched once for the
+            longest context with a factor that follows the length of the text, and at a few lengths the ablations.
         price: contexts of the trained length only, unpatched and patched for the longest context.
     """
 
@@ -143,23 +149,23 @@ class Meter:
             **arguments,
         )
 
-    def score_patched(self, method: str, factor: float, context_length: int) -> PerplexityReport:
-        """Perplexity at one context length, patched for that time."""
+    def score_patched(self, method: str, trained: int, target: int, context_length: int) -> PerplexityReport:
+        """Perplexity at one context length, patched for that time to read `target` tokens."""
         from hf_posext.patching import patched
 
-        with patched(self.model, method, factor):
+        with patched(self.model, method, target_length=target, **options_for(method, trained, target)):
             return self.score([context_length], bars=[])
 
-    def score_dynamic(self, factor: float, context_lengths: list[int]) -> list[PerplexityReport]:
-        """Perplexity of yarn at each context length, patched once with a factor that follows the length of the text."""
+    def score_once(self, arm: str, context_lengths: list[int], method: str, **arguments: Any) -> list[PerplexityReport]:
+        """Perplexity at each context length, patched once for the longest."""
         from hf_posext.patching import patched
 
-        with patched(self.model, "yarn", factor, dynamic=True):
-            return [self.score([length], bars=[], arm=DYNAMIC) for length in context_lengths]
+        with patched(self.model, method, target_length=self.longest, **arguments):
+            return [self.score([length], bars=[], arm=arm) for length in context_lengths]
 
 
 def measure(model: nn.Module, tokenizer: Any, documents: Sequence[str], trained: int, scope: Scope) -> Story:
-    """Scores the same targets unpatched, truncated, and patched by each method and by yarn with a dynamic factor.
+    """Scores the same targets unpatched, with the bars, and patched by each method in turn.
 
     Args:
         model: the model, not patched.
@@ -174,17 +180,35 @@ def measure(model: nn.Module, tokenizer: Any, documents: Sequence[str], trained:
     lengths = [trained * factor for factor in scope.factors]
     ids = read_documents(documents, tokenizer, max_documents=scope.documents)
     meter = Meter(model, tokenizer, ids, lengths[-1], scope)
-    bars = meter.score(lengths, bars=["truncate"])
-    arms = {method: [meter.score_patched(method, length / trained, length) for length in lengths] for method in METHODS}
-    following = meter.score_dynamic(scope.factors[-1], lengths)
+    bars = meter.score(lengths)
+    arms = {method: [meter.score_patched(method, trained, length, length) for length in lengths] for method in METHODS}
+    once = {DYNAMIC: meter.score_once(DYNAMIC, lengths, "yarn", dynamic=True)}
+    once |= {name: meter.score_once(name, [trained * step for step in scope.ablated], name) for name in ABLATIONS}
     gain = replace(
         bars,
-        measurements=bars.measurements + [part.measurements[0] for part in chain(*arms.values(), following)],
-        records=bars.records | {arm: by_length(arm, parts) for arm, parts in arms.items()} | following[-1].records,
+        measurements=bars.measurements + [part.measurements[0] for part in chain(*arms.values(), *once.values())],
+        records=bars.records
+        | {arm: by_length(arm, parts) for arm, parts in arms.items()}
+        | {arm: parts[0].record for arm, parts in once.items()},
         notes=[NOTE.format(trained=trained, longest=lengths[-1])],
     )
-    price = [meter.score_patched(method, scope.factors[-1], trained) for method in METHODS]
-    return Story(gain, PerplexityReport.join([meter.score([trained], bars=[]), *price, following[0]]))
+    price = [meter.score_patched(method, trained, lengths[-1], trained) for method in METHODS]
+    price += [parts[0] for parts in once.values()]
+    return Story(gain, PerplexityReport.join([meter.score([trained], bars=[]), *price]))
+
+
+def options_for(method: str, trained: int, target: int) -> dict[str, Any]:
+    """Options of a method that are not its defaults: the group size of SelfExtend follows the advice of its authors.
+
+    With a window W the text fits into 2/3 of the trained length N: W + (T - W) / G <= 2 N / 3. Distances close to N are
+    rare in training, so a model reads them less well.
+
+    Source: README of github.com/datamllab/LongLM, on the choice of group size and window.
+    """
+    if method != "self_extend":
+        return {}
+    window = trained // 4
+    return {"window": window, "group_size": max(1, -(3 * (target - window) // -(2 * trained - 3 * window)))}
 
 
 def by_length(method: str, parts: Sequence[PerplexityReport]) -> dict[str, Any]:
@@ -195,20 +219,23 @@ def by_length(method: str, parts: Sequence[PerplexityReport]) -> dict[str, Any]:
 
 def read(story: Story) -> list[str]:
     """What the numbers say, in sentences made from them; "clearly" means that the paired 95 % interval leaves out 0."""
+    from hf_posext.evaluation.protocols import HONEST
+
     trained, longest = story.reach
     rows = {(row["arm"], row["context_length"]): row["perplexity"] for row in story.gain.rows}
     unpatched = story.gain.difference("none", "truncate", longest)
     sentences = [
         f"Unpatched: {rows['none', longest]:.1f} with {longest} tokens of context, {rows['truncate', longest]:.1f} "
-        f"with only the last {trained} of them. Reading past the trained length is {verdict(unpatched)}."
+        f"with only the last {trained} of them, {rows['window', longest]:.1f} with a window of {trained}. Reading past "
+        f"the trained length is {verdict(unpatched)} against truncating."
     ]
     for length in story.gain.protocol["context_lengths"][1:]:
         best = min(PATCHED, key=lambda arm: rows[arm, length])
-        versus = story.gain.difference(best, "truncate", length)
+        against = {bar: verdict(story.gain.difference(best, bar, length)) for bar in HONEST}
         sentences.append(
             f"With {length} tokens of context `{best}` is the best with {rows[best, length]:.1f}, against "
             f"{rows['none', length]:.1f} unpatched and {rows['truncate', length]:.1f} truncated. "
-            f"Against truncating it is {verdict(versus)}."
+            f"Against truncating it is {against['truncate']}, against a window {against['window']}."
         )
     price = {row["arm"]: row["perplexity"] for row in story.price.rows}
     costs = ", ".join(f"{price[arm]:.1f} with `{arm}`" for arm in PATCHED)
@@ -216,7 +243,19 @@ def read(story: Story) -> list[str]:
         f"The price on short text, patched for {longest} tokens and given {trained}: {costs}, "
         f"{price['none']:.1f} unpatched. {price_of_dynamic(story.price)}"
     )
+    sentences.append(about_ablations(story))
     return sentences
+
+
+def about_ablations(story: Story) -> str:
+    """What is left of the model without the encoding that it was trained with, at the longest context measured so."""
+    rows = {(row["arm"], row["context_length"]): row["perplexity"] for row in story.gain.rows}
+    length = max(length for arm, length in rows if arm in ABLATIONS)
+    numbers = " and ".join(f"{rows[arm, length]:.1f} with `{arm}`" for arm in ABLATIONS)
+    return (
+        f"Without the encoding that the model was trained with: {numbers} at {length} tokens of context. These are "
+        "untuned ablations: on a model trained with another encoding both need tuning before they are of any use."
+    )
 
 
 def price_of_dynamic(price: PerplexityReport) -> str:

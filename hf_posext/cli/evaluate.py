@@ -46,7 +46,7 @@ def run(
     option: OptionOption = None,
     protocol: Annotated[str, typer.Option(help="tail, full, sliding or disjoint.")] = "tail",
     stride: Annotated[int | None, typer.Option(help="Protocol sliding: tokens by which the window moves.")] = None,
-    bars: Annotated[str | None, typer.Option(help="Bars to beat: truncate, none, or both with a comma.")] = None,
+    bars: Annotated[str | None, typer.Option(help="Bars to beat, with commas: truncate, window, none.")] = None,
     documents: Annotated[int | None, typer.Option(help="Read this many documents at most.")] = None,
     endpoints: Annotated[int, typer.Option(help="Protocol tail: places in each document where targets end.")] = 4,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,22 +10,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posext.errors import quoted
+from hf_posext.evaluation.bars import add_bars, truncated_lengths
 from hf_posext.evaluation.documents import check_vocabulary, read_documents, resolve_bos
-from hf_posext.evaluation.perplexity_report import Measurement, PerplexityReport
-from hf_posext.evaluation.protocols import BARS, Plan, Settings, cut, default_bars
-from hf_posext.evaluation.scoring import causal_lm, check_causal, score
+from hf_posext.evaluation.measuring import curve, measurements, score_plan
+from hf_posext.evaluation.perplexity_report import PerplexityReport
+from hf_posext.evaluation.protocols import BARS, Settings, cut, default_bars
+from hf_posext.evaluation.scoring import causal_lm, check_causal
 from hf_posext.evaluation.statistics import RESAMPLES
-from hf_posext.evaluation.windows import Window, digest
+from hf_posext.evaluation.windows import digest
 from hf_posext.lengths import trained_length
-from hf_posext.patching import suspended
 from hf_posext.records import record_of
 
 logger = logging.getLogger(__name__)
 
-BUCKETS_PER_OCTAVE = 2
 NAMED = 20  # indices of skipped documents that a note spells out; the report has all of them
-
-Scores = dict[int, list[Tensor]]  # context length -> NLL per window, fp32 [targets]
 
 
 def perplexity(
@@ -67,15 +64,18 @@ def perplexity(
         endpoints_per_document: protocol `tail`: places in each document where targets end.
         stride: protocol `sliding`: tokens by which the window moves, capped at the context length; 256 if None.
         bos: `auto` as the protocol is known for, `none`, or `every` window; a BOS is context and never scored.
-        bars: `truncate` (protocol `tail`: the unpatched model given only the last N tokens, N its trained length) and
-            `none` (the unpatched model given all). By default `truncate` for `tail`, nothing for the others.
+        bars: what the patched model has to beat. Of the unpatched model, N its trained length: `truncate` (protocol
+            `tail`: given only the last N tokens), `window` (given all, each token sees only the last N) and `none`
+            (given all). By default `truncate` and `window` for `tail`, nothing for the others. A bar that the model
+            cannot have is left out, and a note says why.
         text_column: column of a dataset or key of a dict that holds the text.
         max_documents: read as many documents at most.
         batch_size: windows per forward pass.
         chunk: rows of hidden states that the head sees at a time.
         seed: of the bootstrap.
         resamples: of the bootstrap.
-        arm: name of this arm in the report; the method's name if None, `none` for an unpatched model.
+        arm: name of this arm in the report; the method's name if None (`patched window` for the method `window`, whose
+            name is that of the bar), `none` for an unpatched model.
         progress: a bar on stderr; None shows it in a terminal.
 
     Raises:
@@ -94,20 +94,20 @@ def perplexity(
     ids = read_documents(documents, tokenizer, text_column=text_column, max_documents=settings.max_documents)
     check_vocabulary(ids, _vocabulary(model))
     plan, skipped = cut(
-        settings, ids, resolve_bos(bos, protocol, tokenizer), _truncated_lengths(settings, trained).values()
+        settings, ids, resolve_bos(bos, protocol, tokenizer), truncated_lengths(settings, trained).values()
     )
     own = {length: plan[length] for length in plan if length in settings.context_lengths}
-    scores = _score(model, own, settings, arm, progress)
+    scores = score_plan(model, own, settings, arm, progress)
     report = PerplexityReport(
         protocol={**asdict(settings), "digest": digest(window for length in own for window in own[length])},
-        measurements=_measurements(settings, arm, plan, scores),
+        measurements=measurements(settings, arm, plan, scores),
         records={arm: None if record is None else record.to_dict()},
         trained_length=trained,
         skipped=skipped,
         notes=_reach(settings, arm, record, trained) + _short(settings, ids, skipped),
-        curve=_curve(arm, own, scores) if protocol == "full" else [],
+        curve=curve(arm, own, scores) if protocol == "full" else [],
     )
-    _add_bars(report, model, settings, plan, scores if record is None else {}, progress)
+    add_bars(report, model, settings, plan, scores if record is None else {}, progress)
     return report
 
 
@@ -117,7 +117,8 @@ def _identity(model: nn.Module, arm: str | None) -> tuple[str, Any, int | None]:
     if arm is not None and arm in BARS and not (arm == "none" and record is None):
         raise ValueError(f"`arm` must not be the name of a bar ({quoted(BARS)}), got {arm!r}. Give another name.")
     if record is not None:
-        return arm or record.method, record, int(record.trained_length)
+        name = f"patched {record.method}" if record.method in BARS else record.method
+        return arm or name, record, record.steps()[0].trained_length
     config = getattr(model, "config", None)
     return arm or "none", None, None if config is None else trained_length(config)
 
@@ -129,89 +130,11 @@ def _vocabulary(model: nn.Module) -> int | None:
     return getattr(embedding, "num_embeddings", None)
 
 
-def _truncated_lengths(settings: Settings, trained: int | None) -> dict[int, int]:
-    """Context length -> tokens that the bar `truncate` is given; empty without that bar or without a trained length.
-
-    Raises:
-        ValueError: more targets than the trained length holds.
-    """
-    if "truncate" not in settings.bars or trained is None:
-        return {}
-    if (settings.targets or 0) > trained:
-        raise ValueError(
-            f"`targets` must be at most the trained length {trained} for the bar `truncate`, got {settings.targets}. "
-            "Lower `targets`, or leave the bar out with bars=[]."
-        )
-    return {length: min(length, trained) for length in settings.context_lengths}
-
-
-def _score(model: nn.Module, plan: Plan, settings: Settings, arm: str, progress: bool | None) -> Scores:
-    """NLL of every window of a plan, one length after the other."""
-    return {
-        length: score(
-            model,
-            windows,
-            batch_size=settings.batch_size,
-            chunk=settings.chunk,
-            progress=progress,
-            description=f"{arm}, {length} tokens",
-        )
-        for length, windows in plan.items()
-    }
-
-
-def _measurements(settings: Settings, arm: str, plan: Plan, scores: Scores) -> list[Measurement]:
-    """One measurement per context length; for `full` all of them from the one pass."""
-    if settings.protocol != "full":
-        return [_measurement(arm, length, plan[length], scores[length]) for length in settings.context_lengths]
-    windows = plan[settings.longest]
-    found = []
-    for length in settings.context_lengths:
-        pairs = zip(windows, scores[settings.longest], strict=True)
-        found.append(_measurement(arm, length, windows, [row[: length + 1 - window.first] for window, row in pairs]))
-    return found
-
-
-def _measurement(arm: str, length: int, windows: list[Window], nll: list[Tensor]) -> Measurement:
-    """Sums per document, in float64."""
-    sums: dict[int, float] = defaultdict(float)
-    tokens: dict[int, int] = defaultdict(int)
-    for window, row in zip(windows, nll, strict=True):
-        sums[window.document] += float(row.double().sum())
-        tokens[window.document] += len(row)
-    return Measurement(arm, length, tuple(sums), tuple(sums.values()), tuple(tokens.values()))
-
-
-def _add_bars(
-    report: PerplexityReport, model: nn.Module, settings: Settings, plan: Plan, scores: Scores, progress: bool | None
-) -> None:
-    """Adds the arms of the unpatched model; `scores` holds what was already measured of it."""
-    truncated = _truncated_lengths(settings, report.trained_length)
-    bars = [bar for bar in settings.bars if bar == "truncate" or report.record is not None]
-    if "truncate" in bars and not truncated:
-        bars.remove("truncate")
-        report.notes.append("The bar `truncate` is left out: the config does not say a trained length.")
-    needed = set(truncated.values()) | (set(plan) & set(settings.context_lengths) if "none" in bars else set())
-    missing = {length: plan[length] for length in sorted(needed - set(scores))}
-    if missing:
-        with suspended(model):
-            scores = scores | _score(model, missing, settings, "unpatched", progress)
-    for bar in bars:
-        report.records[bar] = None
-        if bar == "none":
-            report.measurements += _measurements(settings, bar, plan, scores)
-            report.curve += _curve(bar, plan, scores) if settings.protocol == "full" else []
-        else:
-            report.measurements += [
-                _measurement(bar, length, plan[given], scores[given]) for length, given in truncated.items()
-            ]
-
-
 def _reach(settings: Settings, arm: str, record: Any, trained: int | None) -> list[str]:
     """Says, and logs once, that lengths are beyond what the arm was made for."""
     if trained is None:
         return []
-    usable = trained if record is None else round(trained * record.factor)
+    usable = trained if record is None else record.target_length
     beyond = [length for length in settings.context_lengths if length > usable]
     if not beyond:
         return []
@@ -236,27 +159,3 @@ def _short(settings: Settings, documents: list[Tensor], skipped: list[int]) -> l
     if len(documents) - len(skipped) < 2:
         notes.append("One document only: there is no interval over documents.")
     return notes
-
-
-def _curve(arm: str, plan: Plan, scores: Scores) -> list[dict[str, Any]]:
-    """Mean NLL in log-spaced buckets of the number of tokens read before the target."""
-    ((longest, windows),) = plan.items()
-    edges = _bucket_edges(longest)
-    sums, tokens = [0.0] * len(edges), [0] * len(edges)
-    for window, row in zip(windows, scores[longest], strict=True):
-        for bucket, (first, last) in enumerate(edges):
-            part = row[max(0, first - window.first) : last + 1 - window.first]
-            sums[bucket] += float(part.double().sum())
-            tokens[bucket] += len(part)
-    return [
-        {"arm": arm, "first": first, "last": last, "nll": total / count, "tokens": count}
-        for (first, last), total, count in zip(edges, sums, tokens, strict=True)
-        if count
-    ]
-
-
-def _bucket_edges(longest: int) -> list[tuple[int, int]]:
-    """First and last position, inclusive, of buckets that together cover 1 to `longest`, each once."""
-    steps = range(BUCKETS_PER_OCTAVE * longest.bit_length())
-    starts = sorted({start for step in steps if (start := round(2 ** (step / BUCKETS_PER_OCTAVE))) <= longest})
-    return [(first, after - 1) for first, after in zip(starts, [*starts[1:], longest + 1], strict=True)]

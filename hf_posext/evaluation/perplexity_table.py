@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hf_posext.evaluation.protocols import BARS
+from hf_posext.evaluation.protocols import BARS, HONEST
 
 if TYPE_CHECKING:
     from hf_posext.evaluation.perplexity_report import PerplexityReport
@@ -33,7 +33,7 @@ def perplexity_table(report: PerplexityReport) -> RenderableType:
 
 
 def _caption(report: PerplexityReport) -> list[str]:
-    """What was measured, what each arm is, and how the methods stand against the bar on the same tokens."""
+    """What was measured, what each arm is, and how the methods stand against the bars on the same tokens."""
     documents = max((len(measurement.documents) for measurement in report.measurements), default=0)
     left_out = f" ({len(report.skipped)} too short)" if report.skipped else ""
     known = [] if report.trained_length is None else [f"trained length {report.trained_length} tokens"]
@@ -44,7 +44,7 @@ def _caption(report: PerplexityReport) -> list[str]:
         *known,
         "in brackets 95 % over documents",
     ]
-    return [", ".join(about), *_patches(report), *_against_truncate(report)]
+    return [", ".join(about), *_patches(report), *_against_bars(report)]
 
 
 def _patches(report: PerplexityReport) -> list[str]:
@@ -54,22 +54,22 @@ def _patches(report: PerplexityReport) -> list[str]:
         if record is not None:
             method = [] if record.get("method") == arm else [f"method {record.get('method', '?')}"]
             dynamic = ["dynamic"] if record.get("dynamic") else []
-            text = ", ".join([*method, *dynamic, f"factor {record.get('factor', '?')}"])
+            options = [f"{name} {value}" for name, value in record.get("options", {}).items()]
+            text = ", ".join([*method, *dynamic, f"factor {record.get('factor', '?')}", *options])
             arms.setdefault(text, []).append(arm)
     return [f"{', '.join(names)}: {text}" for text, names in arms.items()]
 
 
-def _against_truncate(report: PerplexityReport) -> list[str]:
-    """The paired difference of each method to `truncate` at the longest context: intervals of a table do not say it."""
-    if "truncate" not in report.arms:
-        return []
-    longest = report.protocol["context_lengths"][-1]
+def _against_bars(report: PerplexityReport) -> list[str]:
+    """The paired difference of each method to the bars at its longest context: intervals of a table do not say it."""
     lines = []
-    for arm in (arm for arm in report.arms if arm.partition(" (")[0] not in BARS):
-        found = report.difference(arm, "truncate", longest)
-        if found["low"] is not None:
-            ends = f"[{found['low']:+.3f}, {found['high']:+.3f}]"
-            lines.append(f"{arm} - truncate at {longest}: {found['difference']:+.3f} nats per token {ends}, paired")
+    for bar in (bar for bar in HONEST if bar in report.arms):
+        for arm in (arm for arm in report.arms if arm.partition(" (")[0] not in BARS):
+            longest = max(row["context_length"] for row in report.rows if row["arm"] == arm)
+            found = report.difference(arm, bar, longest)
+            if found["low"] is not None:
+                ends = f"[{found['low']:+.3f}, {found['high']:+.3f}]"
+                lines.append(f"{arm} - {bar} at {longest}: {found['difference']:+.3f} nats per token {ends}, paired")
     return lines
 
 

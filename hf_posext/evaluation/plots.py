@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from hf_posext.evaluation.perplexity_report import PerplexityReport
 
 # Okabe and Ito 2008, told apart with every common kind of colour blindness; its yellow is too faint on white.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-BAR_COLOURS = {"truncate": "#7f7f7f", "none": "#000000"}
+FEW = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Tol 2021, "muted": the same for nine lines, not as strong.
+MANY = ("#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#DDCC77", "#44AA99", "#AA4499", "#999933")
+BAR_COLOURS = {"truncate": "#7f7f7f", "window": "#7f7f7f", "none": "#000000"}
+BAR_LINES = {"truncate": "--", "window": ":", "none": "--"}
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".pdf")
 MOST_BANDS = 3  # with more arms their bands cover one another, and error bars side by side are drawn instead
@@ -23,7 +26,7 @@ DODGE = 0.03  # octaves between neighbouring arms then
 
 
 def plot_perplexity(report: PerplexityReport) -> Figure:
-    """Perplexity against context length: one line per arm with its 95 % band, the bars dashed, N as a vertical line."""
+    """Perplexity against context length: one line per arm with its 95 % band, bars broken, N as a vertical line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
@@ -31,7 +34,7 @@ def plot_perplexity(report: PerplexityReport) -> Figure:
     methods = [arm for arm in report.arms if _bar_of(arm) is None]
     for position, arm in enumerate(report.arms):
         rows = [row for row in report.rows if row["arm"] == arm]
-        style = _style(arm, methods.index(arm) if arm in methods else 0)
+        style = _style(arm, methods)
         crowded = len(report.arms) > MOST_BANDS
         shift = 2 ** ((position - (len(report.arms) - 1) / 2) * DODGE) if crowded else 1.0
         places = [row["context_length"] * shift for row in rows]
@@ -76,12 +79,13 @@ def _bar_of(arm: str) -> str | None:
     return name if name in BAR_COLOURS else None
 
 
-def _style(arm: str, index: int) -> dict[str, Any]:
-    """Colour, marker and order of a line: bars dashed and behind, the methods told apart by colour and by marker."""
+def _style(arm: str, methods: list[str]) -> dict[str, Any]:
+    """Colour, marker and order of a line: bars broken and behind, the methods told apart by colour and by marker."""
     bar = _bar_of(arm)
     if bar is not None:
-        return {"color": BAR_COLOURS[bar], "linestyle": "--", "marker": ".", "zorder": 2}
-    return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)], "zorder": 3}
+        return {"color": BAR_COLOURS[bar], "linestyle": BAR_LINES[bar], "marker": ".", "zorder": 2}
+    index, palette = methods.index(arm), FEW if len(methods) <= len(FEW) else MANY
+    return {"color": palette[index % len(palette)], "marker": MARKERS[index % len(MARKERS)], "zorder": 3}
 
 
 def _draw_intervals(axes: Axes, places: list[float], rows: list[dict[str, Any]], colour: str, *, band: bool) -> None:

@@ -20,7 +20,8 @@ from hf_posext.evaluation.windows import (
 )
 
 PROTOCOLS = ("tail", "full", "sliding", "disjoint")
-BARS = ("truncate", "none")
+HONEST = ("truncate", "window")  # bars that a useful extension beats; anything beats `none` on long text
+BARS = (*HONEST, "none")
 STRIDE = 256  # tokens; the "S=256" of the papers
 
 Plan = dict[int, list[Window]]  # context length -> windows
@@ -103,14 +104,14 @@ class Settings:
         if "truncate" in self.bars and self.protocol != "tail":
             raise ValueError(
                 "The bar `truncate` has a meaning for the protocol `tail` only (all lengths have the same targets); "
-                f"got `{self.protocol}`. Use protocol='tail', or bars=['none']."
+                f"got `{self.protocol}`. Use protocol='tail', or bars=['window', 'none']."
             )
         return list(dict.fromkeys(self.bars))
 
 
 def default_bars(protocol: str) -> list[str]:
-    """The bars that have a meaning everywhere: `truncate`, where every length has the same targets."""
-    return ["truncate"] if protocol == "tail" else []
+    """Both honest bars where every length has the same targets; elsewhere none unless they are asked for."""
+    return [*HONEST] if protocol == "tail" else []
 
 
 def cut(

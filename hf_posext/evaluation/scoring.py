@@ -27,6 +27,10 @@ NOT_CAUSAL = "Perplexity needs a causal LM head, where a token is predicted from
 HINT = "Load the model with AutoModelForCausalLM."
 
 
+class LengthError(ValueError):
+    """A model that cannot read as many tokens."""
+
+
 def score(
     model: nn.Module,
     windows: Sequence[Window],
@@ -51,20 +55,30 @@ def score(
 
     Returns:
         One tensor of NLL in nats per window, fp32 [targets] on the CPU, in the order of `windows`.
+
+    Raises:
+        LengthError: windows that are longer than the model can read; in all processes, if it is so in one.
     """
     network = causal_lm(model)
     rank, processes = _place()
     batches = _batches(windows, batch_size)
     scores: dict[int, Tensor] = {}
+    failure: LengthError | None = None
     with _evaluating(network), torch.no_grad(), _bar(progress if rank == 0 else False) as bar:
         backbone = find_backbone(network)
-        for batch in bar.track(batches[rank::processes], description=description):
-            found = _score_batch(network, backbone, [windows[index] for index in batch], chunk)
-            scores.update(zip(batch, found, strict=True))
+        try:
+            for batch in bar.track(batches[rank::processes], description=description):
+                found = _score_batch(network, backbone, [windows[index] for index in batch], chunk)
+                scores.update(zip(batch, found, strict=True))
+        except LengthError as error:
+            failure = error  # the other processes wait for this one, so it must not leave before them
     if processes > 1:
         shares: list[Any] = [None] * processes
-        dist.all_gather_object(shares, scores)
-        scores = {index: nll for share in shares for index, nll in share.items()}
+        dist.all_gather_object(shares, (scores, failure))
+        scores = {index: nll for share, _ in shares for index, nll in share.items()}
+        failure = next((other for _, other in shares if other is not None), None)
+    if failure is not None:
+        raise failure
     return [scores[index] for index in range(len(windows))]
 
 
@@ -218,7 +232,7 @@ def _logits(network: nn.Module, ids: Tensor) -> Tensor:
     try:
         outputs = network(input_ids=ids, **options)
     except IndexError as error:
-        raise ValueError(
+        raise LengthError(
             f"The model cannot read {ids.shape[1]} tokens ({error}): a learned position table ends before. Patch the "
             "model, or leave this context length out."
         ) from error

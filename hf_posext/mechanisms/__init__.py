@@ -16,10 +16,10 @@ from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
 __all__ = [
     "find_root",
     "find_sites",
-    "grow_columns",
     "has_rows",
     "holder_of",
     "is_finite",
+    "is_off",
     "keeper_of",
     "left_alone",
     "read",
@@ -109,15 +109,24 @@ def has_rows(site: Site) -> bool:
     return site.mechanism in ROWS
 
 
+def is_off(site: Site) -> bool:
+    """Whether a site is switched off."""
+    if has_rows(site):
+        return holder_of(site.module) is not None
+    return not bool(read_spectrum(site, 1).inv_freq.any())
+
+
 def is_finite(site: Site) -> bool:
     """Whether a rotary site has a table that ends."""
     return keeper_of(site) is rotary_table
 
 
-def silence(site: Site, target_length: int) -> None:
+def silence(model: nn.Module, site: Site, trained_length: int, target_length: int) -> None:
     """Makes a site say nothing: rotation by angle 0, or zeros in place of rows."""
     if has_rows(site):
-        ROWS[site.mechanism].silence(site)
+        more = target_length - trained_length
+        grow_columns(model, site, more)
+        ROWS[site.mechanism].silence(site, more)
         return
     spectrum = read_spectrum(site, 1)
     write(site, RotaryChange(torch.zeros_like(spectrum.inv_freq), spectrum.attention_scaling), target_length)
@@ -128,6 +137,17 @@ def restore(site: Site) -> None:
     keeper_of(site).restore(site)
 
 
-def reset(site: Site) -> None:
-    """Makes an unpatched site what its own class makes of the config as it is now."""
-    keeper_of(site).reset(site)
+def reset(model: nn.Module, site: Site, more: int) -> None:
+    """Makes an unpatched site what its own class makes of the config as it is now.
+
+    Args:
+        model: the model.
+        site: as it was found before the config was set.
+        more: positions that a patch gave it beyond those that the config has now.
+    """
+    if has_rows(site):
+        if more:
+            grow_columns(model, site, -more)
+            ROWS[site.mechanism].reset(site, more)
+    else:
+        keeper_of(site).reset(site)

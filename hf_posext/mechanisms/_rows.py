@@ -16,11 +16,12 @@ UNDO = "_posext_columns"
 
 
 class SilentHolder:
-    """What a table keeps that is switched off: rows and class stay as they are, and zeros are added instead of rows."""
+    """What a table keeps that is switched off: its rows stay, and zeros are added instead of them."""
 
     def __init__(self, module: nn.Module, field: str) -> None:
         self.original_class = type(module)
         self.field = field
+        self.rows = getattr(module, field).shape[0]
 
     def rewrite(self, module: nn.Module) -> None:
         """Nothing: no value is kept."""
@@ -36,25 +37,48 @@ class SilentHolder:
 
 
 def read(site: Site, trained_length: int) -> PositionTable:
-    """Size of the table."""
+    """Size of the table as it was given."""
     rows, width = getattr(site.module, site.field).shape
-    return PositionTable(rows, width, trained_length)
+    holder = holder_of(site.module)
+    return PositionTable(rows if holder is None else holder.rows, width, trained_length)
 
 
-def silence(site: Site) -> None:
-    """Switches the site off."""
+def silence(site: Site, more: int) -> None:
+    """Switches the site off; a parameter gets so many more rows, of zeros, as the length in the config says then.
+
+    Without them plain transformers could not load what is saved.
+    """
     if holder_of(site.module) is None:
         hold(site.module, SilentHolder(site.module, site.field))
+    rows = getattr(site.module, site.field)
+    if isinstance(rows, nn.Parameter) and rows.requires_grad:
+        put_rows(site, torch.cat((rows.detach(), rows.new_zeros(more, rows.shape[1]))))
 
 
 def restore(site: Site) -> None:
-    """Switches the site on again."""
-    if holder_of(site.module) is not None:
-        release(site.module)
+    """Switches the site on again, with the rows that it had."""
+    holder = holder_of(site.module)
+    if holder is None:
+        return
+    release(site.module)
+    rows = getattr(site.module, site.field)
+    if rows.shape[0] > holder.rows:
+        put_rows(site, rows.detach()[: holder.rows].clone())
 
 
-def reset(site: Site) -> None:
-    """Nothing: an unpatched table is what was loaded."""
+def reset(site: Site, more: int) -> None:
+    """Takes away the rows that a table was given when it was switched off, before it was saved."""
+    rows = getattr(site.module, site.field)
+    if isinstance(rows, nn.Parameter) and rows.requires_grad:
+        put_rows(site, rows.detach()[: len(rows) - more].clone())
+
+
+def put_rows(site: Site, rows: Tensor) -> None:
+    """Binds a table of another length."""
+    present = getattr(site.module, site.field)
+    setattr(site.module, site.field, nn.Parameter(rows, requires_grad=present.requires_grad))
+    if isinstance(site.module, nn.Embedding):
+        site.module.num_embeddings = len(rows)
 
 
 def grow_columns(model: nn.Module, site: Site, more: int) -> None:
@@ -62,13 +86,16 @@ def grow_columns(model: nn.Module, site: Site, more: int) -> None:
 
     Args:
         model: the model.
-        site: the table.
-        more: positions beyond those that there were.
+        site: the table, before its own length changes.
+        more: positions beyond those that there were; fewer than 0 to take some away for good.
     """
     rows = getattr(site.module, site.field).shape[0]
     parent = root_model(model).get_submodule(site.name.rpartition(".")[0])
     for name, buffer in parent._buffers.items():
         if buffer is None or buffer.is_floating_point() or buffer.dim() != 2 or buffer.shape[1] != rows:
+            continue
+        if more < 0:
+            parent._buffers[name] = buffer[:, :more].clone()
             continue
         parent.__dict__.setdefault(UNDO, {}).setdefault(name, buffer)
         step = buffer[:, -1:] - buffer[:, -2:-1]

@@ -8,7 +8,8 @@ from torch import nn
 
 from hf_posext.contract import Site
 from hf_posext.lengths import length_fields
-from hf_posext.mechanisms._rows import read, reset, restore, silence
+from hf_posext.mechanisms._held import holder_of
+from hf_posext.mechanisms._rows import SilentHolder, read, reset, restore, silence
 from hf_posext.mechanisms._scope import Scoped
 from hf_posext.mechanisms.sinusoidal import is_sinusoid
 
@@ -32,6 +33,8 @@ def find(scoped: Scoped) -> list[Site]:
     known as the model's input embedding.
     """
     module, config = scoped.module, scoped.config
+    if isinstance(holder_of(module), SilentHolder) and not is_sinusoid(module.weight):  # it may have more rows by now
+        return [Site(MECHANISM, scoped.name, module, config, "", "weight")]
     if not isinstance(module, nn.Embedding) or is_sinusoid(module.weight) or is_vocabulary(scoped):
         return []
     fields = (*length_fields(config), *SIDE_FIELDS)

@@ -55,7 +55,7 @@ def slowed(
         spectrum: the live spectrum.
         factor: s = T / N.
         window: W in tokens; N / 2 if None.
-        slope: from 0 (`rerope`) to 1 (no change); if None that with which T tokens just fit into N.
+        slope: 0 (`rerope`) or more, below 1 (no change); if None that with which T tokens just fit into N.
         logn: multiply logits by max(1, ln(p + 1) / ln N) at query p.
 
     Raises:
@@ -83,6 +83,6 @@ def slope_for(slope: object, window: int, trained_length: int, factor: float) ->
         return (trained_length - window) / (trained_length * factor - window)
     if isinstance(slope, bool) or not isinstance(slope, Real):
         raise TypeError(f"`slope` must be a number from 0 to 1, got {slope!r} of type {type(slope).__name__}.")
-    if not 0 <= float(slope) <= 1:
-        raise ValueError(f"`slope` must be a number from 0 to 1 (1 / k of the source), got {slope!r}.")
+    if not 0 <= float(slope) < 1:
+        raise ValueError(f"`slope` must be a number >= 0 and below 1 (1 / k of the source), got {slope!r}.")
     return float(slope)

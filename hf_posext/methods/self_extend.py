@@ -48,7 +48,9 @@ def rotary(
     if group_size is not None and group_size != DYNAMIC:
         if isinstance(group_size, str):
             raise ValueError(unknown("value of `group_size`:", group_size, [DYNAMIC, "a whole number"]))
-        return Remap(near, check_length("group_size", group_size), 0.0, length, logn=check_flag("logn", logn))
+        if check_length("group_size", group_size) == 1:
+            raise ValueError("`group_size` must be at least 2 tokens, got 1, which leaves every distance as it is.")
+        return Remap(near, int(group_size), 0.0, length, logn=check_flag("logn", logn))
     if near >= length:
         raise ValueError(
             f"`window` must be less than the trained length {length} for a group size to follow from it, got {near}. "

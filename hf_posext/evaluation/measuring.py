@@ -1,0 +1,82 @@
+"""Scores the windows of a plan with a model, and sums what was scored: per document, and by position."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posext.evaluation.perplexity_report import Measurement
+from hf_posext.evaluation.protocols import Plan, Settings
+from hf_posext.evaluation.scoring import score
+from hf_posext.evaluation.windows import Window
+
+BUCKETS_PER_OCTAVE = 2
+
+Scores = dict[int, list[Tensor]]  # context length -> NLL per window, fp32 [targets]
+
+
+def score_plan(model: nn.Module, plan: Plan, settings: Settings, arm: str, progress: bool | None) -> Scores:
+    """NLL of every window of a plan, one length after the other; `arm` is what the progress bar calls the model.
+
+    Raises:
+        LengthError: a length that the model cannot read.
+    """
+    return {
+        length: score(
+            model,
+            windows,
+            batch_size=settings.batch_size,
+            chunk=settings.chunk,
+            progress=progress,
+            description=f"{arm}, {length} tokens",
+        )
+        for length, windows in plan.items()
+    }
+
+
+def measurements(settings: Settings, arm: str, plan: Plan, scores: Scores) -> list[Measurement]:
+    """One measurement per context length; for `full` all of them from the one pass."""
+    if settings.protocol != "full":
+        return [measurement(arm, length, plan[length], scores[length]) for length in settings.context_lengths]
+    windows = plan[settings.longest]
+    found = []
+    for length in settings.context_lengths:
+        pairs = zip(windows, scores[settings.longest], strict=True)
+        found.append(measurement(arm, length, windows, [row[: length + 1 - window.first] for window, row in pairs]))
+    return found
+
+
+def measurement(arm: str, length: int, windows: list[Window], nll: list[Tensor]) -> Measurement:
+    """Sums per document, in float64."""
+    sums: dict[int, float] = defaultdict(float)
+    tokens: dict[int, int] = defaultdict(int)
+    for window, row in zip(windows, nll, strict=True):
+        sums[window.document] += float(row.double().sum())
+        tokens[window.document] += len(row)
+    return Measurement(arm, length, tuple(sums), tuple(sums.values()), tuple(tokens.values()))
+
+
+def curve(arm: str, plan: Plan, scores: Scores) -> list[dict[str, Any]]:
+    """Mean NLL in log-spaced buckets of the number of tokens read before the target."""
+    ((longest, windows),) = plan.items()
+    edges = bucket_edges(longest)
+    sums, tokens = [0.0] * len(edges), [0] * len(edges)
+    for window, row in zip(windows, scores[longest], strict=True):
+        for bucket, (first, last) in enumerate(edges):
+            part = row[max(0, first - window.first) : last + 1 - window.first]
+            sums[bucket] += float(part.double().sum())
+            tokens[bucket] += len(part)
+    return [
+        {"arm": arm, "first": first, "last": last, "nll": total / count, "tokens": count}
+        for (first, last), total, count in zip(edges, sums, tokens, strict=True)
+        if count
+    ]
+
+
+def bucket_edges(longest: int) -> list[tuple[int, int]]:
+    """First and last position, inclusive, of buckets that together cover 1 to `longest`, each once."""
+    steps = range(BUCKETS_PER_OCTAVE * longest.bit_length())
+    starts = sorted({start for step in steps if (start := round(2 ** (step / BUCKETS_PER_OCTAVE))) <= longest})
+    return [(first, after - 1) for first, after in zip(starts, [*starts[1:], longest + 1], strict=True)]
