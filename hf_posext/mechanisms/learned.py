@@ -33,16 +33,17 @@ def find(scoped: Scoped) -> list[Site]:
     known as the model's input embedding.
     """
     module, config = scoped.module, scoped.config
-    if isinstance(holder_of(module), SilentHolder) and not is_sinusoid(module.weight):  # it may have more rows by now
-        return [Site(MECHANISM, scoped.name, module, config, "", "weight")]
     if not isinstance(module, nn.Embedding) or is_sinusoid(module.weight) or is_vocabulary(scoped):
         return []
+    site = Site(MECHANISM, scoped.name, module, config, "", "weight")
+    if isinstance(holder_of(module), SilentHolder):  # it may have more rows by now
+        return [site]
     fields = (*length_fields(config), *SIDE_FIELDS)
     lengths = {length for name in fields if isinstance(length := getattr(config, name, None), int)}
     reserved = {0, RESERVED, (getattr(config, "pad_token_id", None) or 0) + 1}
     if not any(module.num_embeddings == length + more for length in lengths for more in reserved):
         return []
-    return [Site(MECHANISM, scoped.name, module, config, "", "weight")]
+    return [site]
 
 
 def is_vocabulary(scoped: Scoped) -> bool:
