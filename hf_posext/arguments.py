@@ -100,3 +100,14 @@ def check_positive(name: str, value: object) -> float:
     if not math.isfinite(number) or number <= 0:
         raise ValueError(f"`{name}` must be a finite number > 0, got {value!r}.")
     return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r} of type {type(value).__name__}.")
+    return value

@@ -114,6 +114,9 @@ class Host:
     trained_length: int
 
 
+Reading = Spectrum | PositionTable | Host
+
+
 @dataclass(frozen=True)
 class NoPosition:
     """The site says nothing about positions: no rotation, or rows of zeros."""
@@ -126,10 +129,12 @@ class LinearBias(NoPosition):
     Attributes:
         slopes: number of heads H -> slope of each, [H] float64 >= 0.
         after: the same for keys behind the query, in bidirectional attention.
+        learned: whether the slopes are parameters of the attention modules, to be trained.
     """
 
     slopes: Callable[[int], Tensor]
     after: Callable[[int], Tensor]
+    learned: bool = False
 
 
 @dataclass(frozen=True)

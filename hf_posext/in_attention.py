@@ -6,6 +6,7 @@ import inspect
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -15,7 +16,7 @@ from hf_posext.attention.biased import LinearlyBiased, Windowed
 from hf_posext.attention.interface import Adapter
 from hf_posext.attention.layout import Layout
 from hf_posext.attention.masks import ABLE
-from hf_posext.attention.reading import Reader, attach
+from hf_posext.attention.reading import SLOPES, Reader, attach
 from hf_posext.attention.remapped import Remapped
 from hf_posext.configs import config_parts
 from hf_posext.contract import Change, LinearBias, NoPosition, Remap, RotaryChange, Site, Spectrum, Window
@@ -74,8 +75,11 @@ def put_adapters(
     for module, (site, layout) in served.items():
         change, is_causal = rows[str(site)][2], is_causal_module(module)
         if isinstance(change, LinearBias):
-            before, after = (each(reach[module].count).float() for each in (change.slopes, change.after))
-            adapters[module] = LinearlyBiased(reader, is_causal, before, before if is_causal else after)
+            slopes = torch.stack([each(reach[module].count).float() for each in (change.slopes, change.after)])
+            if change.learned:
+                like = next(module.parameters())
+                module.register_parameter(SLOPES, nn.Parameter(slopes.to(like.device, like.dtype)))
+            adapters[module] = LinearlyBiased(reader, is_causal, None if change.learned else slopes)
         elif isinstance(change, Remap) and layout is not None:
             index = getattr(module, "layer_idx", None)
             adapters[module] = Remapped(reader, is_causal, change, layout, live[str(site)].inv_freq, index)

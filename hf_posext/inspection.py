@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_posext import mechanisms
 from hf_posext.attention.reading import adapters, readers
-from hf_posext.contract import MethodInfo, PositionTable, Site
+from hf_posext.contract import Host, MethodInfo, PositionTable, Site
 from hf_posext.in_attention import is_attention
 from hf_posext.lengths import trained_length
 from hf_posext.methods import REGISTRY
@@ -59,7 +59,7 @@ class SiteReport:
     def cells(self) -> tuple[str, str, str, str]:
         """Base, rotated channels, wavelengths and channels without a full turn as text."""
         if self.base is None or self.rotated_width is None:
-            return "", "", f"{self.rows} rows", ""
+            return "", "", "" if self.rows is None else f"{self.rows} rows", ""
         shortest = "inf" if self.shortest_wavelength is None else f"{self.shortest_wavelength:.4g}"
         longest = "inf" if self.longest_wavelength is None else f"{self.longest_wavelength:.4g}"
         counts = f"{self.incomplete} of {self.rotated_width // 2}"
@@ -160,6 +160,8 @@ def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
     reading, kind = mechanisms.read(site, length), type(site.module).__name__
     if isinstance(reading, PositionTable):
         return SiteReport(site.mechanism, str(site), kind, is_patched, mechanisms.is_off(site), None, rows=reading.rows)
+    if isinstance(reading, Host):
+        return SiteReport(site.mechanism, str(site), kind, is_patched, mechanisms.is_off(site), None)
     wavelengths = [2 * math.pi / theta if theta else math.inf for theta in reading.inv_freq.tolist()]
     shortest, longest = min(wavelengths), max(wavelengths)
     return SiteReport(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from hf_posext.arguments import check_choice
-from hf_posext.errors import PatchError
+from hf_posext.attention.reading import SLOPES
+from hf_posext.compat import quiet
+from hf_posext.errors import PatchError, quoted
 from hf_posext.lengths import rope_blocks, text_part
 from hf_posext.mechanisms import root_model
 from hf_posext.patching import ensure_adopted, replay
-from hf_posext.records import read_record, record_of
+from hf_posext.records import CONFIG_FIELD, read_record, record_of
 
 LAYOUTS = ("v4", "v5")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -42,9 +47,31 @@ def load_pretrained(
     """
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return load_adapter(Path(path), auto_class, from_pretrained_kwargs)
-    model = auto_class.from_pretrained(path, **from_pretrained_kwargs)
+    saved = PreTrainedConfig.get_config_dict(path)[0].get(CONFIG_FIELD) or {}
+    with quiet() if saved.get("options", {}).get("learned") else nullcontext():  # parameters that transformers skips
+        model = auto_class.from_pretrained(path, **from_pretrained_kwargs)
     ensure_adopted(model)
+    load_own_parameters(model, path)
     return model
+
+
+def load_own_parameters(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Loads what a patch has added to the weights (learned slopes), which transformers does not know.
+
+    Raises:
+        PatchError: it is not there.
+    """
+    missing = {name: parameter for name, parameter in model.named_parameters() if name.endswith(SLOPES)}
+    if not missing:
+        return
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
+    for file in sorted({weight_map.get(name, SAFE_WEIGHTS_NAME) for name in missing}):
+        with safe_open(cached_file(path, file), framework="pt") as weights:
+            for name in missing.keys() & weights.keys():
+                missing.pop(name).data.copy_(weights.get_tensor(name))
+    if missing:
+        raise PatchError(f"The checkpoint has no {quoted(missing)}, which its patch says were learned.")
 
 
 def load_adapter(path: Path, auto_class: Any, from_pretrained_kwargs: dict[str, Any]) -> nn.Module:

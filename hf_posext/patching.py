@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import nn
 
 from hf_posext import dynamic as dynamics
 from hf_posext import in_attention, mechanisms, probe, static
+from hf_posext.arguments import check_flag
 from hf_posext.attention import reading
 from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
 from hf_posext.contract import Remap, Site, Spectrum, Window
@@ -23,6 +25,7 @@ from hf_posext.mechanisms import logits
 from hf_posext.planning import Plan, make_plan
 from hf_posext.records import CONFIG_FIELD, PatchRecord, record_of
 
+logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 STATE = "_posext_state"
 NOTE = (
@@ -79,8 +82,7 @@ def patch_model(
         NoSiteError: the model has no place where the method has a meaning.
         PatchError: the model cannot be patched safely. In every case it is left exactly as it was.
     """
-    if not isinstance(dynamic, bool):
-        raise TypeError(f"`dynamic` must be True or False, got {dynamic!r}.")
+    check_flag("dynamic", dynamic)
     ensure_adopted(model)
     earlier = record_of(model)
     plan = make_plan(
@@ -96,6 +98,8 @@ def patch_model(
             f"Nothing can be put on top of {earlier.describe()}, which is more than other frequencies. Unpatch first."
         )
     apply(model, plan)
+    if plan.is_active and plan.method.needs_tuning:
+        logger.info("A model that was trained with another encoding needs tuning after `%s`.", plan.method.name)
     if tokenizer is not None:
         state_of(model).tokenizers.append((tokenizer, tokenizer.model_max_length))
         tokenizer.model_max_length = plan.target_length

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_posext import mechanisms
 from hf_posext.arguments import LAYERS, SCALES, check_choice, check_length, resolve_factor
-from hf_posext.contract import Change, Host, PositionTable, RotaryChange, Site, Spectrum, Window
+from hf_posext.contract import Change, Host, Reading, RotaryChange, Site, Spectrum, Window
 from hf_posext.errors import NoSiteError, PatchError, quoted
 from hf_posext.lengths import trained_length
 from hf_posext.mechanisms import logits
@@ -34,7 +34,7 @@ class Plan:
     dynamic: bool
     scale: str
     sites: list[Site]
-    readings: list[Spectrum | PositionTable]
+    readings: list[Reading]
     changes: list[Change]
     window: Window | None = None
 
@@ -84,7 +84,7 @@ class Plan:
         return [site for site, _, _ in found], [reading for _, reading, _ in found], [change for _, _, change in found]
 
 
-def is_identity(reading: Spectrum | PositionTable, change: Change) -> bool:
+def is_identity(reading: Reading, change: Change) -> bool:
     """Whether a change leaves the site, and the attention that it serves, as they are."""
     return isinstance(change, RotaryChange) and isinstance(reading, Spectrum) and change.is_identity(reading)
 
@@ -172,9 +172,7 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
     return chosen
 
 
-def change_of(
-    method: Method, site: Site, reading: Spectrum | PositionTable, factor: float, options: dict[str, Any]
-) -> Change:
+def change_of(method: Method, site: Site, reading: Reading, factor: float, options: dict[str, Any]) -> Change:
     """What the method makes of one site.
 
     Raises:

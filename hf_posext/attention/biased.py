@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posext.attention import masks
 from hf_posext.attention.bias import causal_linear, distance_bias, masked, symmetric_linear, windowed
 from hf_posext.attention.gpu import flash_linear, flex_linear, has_flash
 from hf_posext.attention.interface import Attended, Call
-from hf_posext.attention.reading import Forward, Reader
+from hf_posext.attention.reading import SLOPES, Forward, Reader
 
 
 @dataclass
@@ -24,7 +24,7 @@ class ByDistance:
     def attend(self, call: Call) -> Attended:
         """As `Call.run`, with the addition."""
         forward, call = self.reader.of(call)
-        if masks.is_plain(call, forward, self.is_causal):
+        if self.is_plain(call, forward):
             output = self.plain(call)
             return call.run() if output is None else (output.transpose(1, 2).contiguous(), None)
         if masks.is_special(call):
@@ -41,14 +41,19 @@ class ByDistance:
         )
         return output.transpose(1, 2).contiguous(), weights
 
+    def is_plain(self, call: Call, forward: Forward) -> bool:
+        """Whether `plain` may compute a call."""
+        return masks.is_plain(call, forward, self.is_causal)
+
     def plain(self, call: Call) -> Tensor | None:
         """[B, H, L, D of values] where no mask hides anything and positions have no gaps; None: nothing is added."""
         raise NotImplementedError
 
-    def added(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+    def added(self, module: nn.Module, query_places: Tensor, key_places: Tensor) -> Tensor:
         """What is added to logits, [B or 1, H or 1, l, S] float32, -inf where a key is not seen.
 
         Args:
+            module: the attention module.
             query_places: [B or 1, l] int64.
             key_places: [B or 1, S] int64.
         """
@@ -58,7 +63,7 @@ class ByDistance:
         """Addition and mask of some queries: begin, end -> [B or 1, H or 1, end - begin, S] float32."""
         query_places, key_places = masks.places(call, forward)
         mask = masks.additive(call, self.is_causal)
-        return lambda begin, end: self.added(query_places[:, begin:end], key_places) + mask(begin, end)
+        return lambda begin, end: self.added(call.module, query_places[:, begin:end], key_places) + mask(begin, end)
 
     def dense(self, call: Call, forward: Forward) -> Attended:
         """By the model's own function, which does more to its logits, with the addition in its mask."""
@@ -72,29 +77,38 @@ class LinearlyBiased(ByDistance):
     """ALiBi: logits minus slope x distance.
 
     Attributes:
-        before: slope of each head for keys before the query, [H] float32 on the CPU; no cast of the model rounds it.
-        after: the same for keys behind it.
+        slopes: of each head for keys before and behind the query, [2, H] float32 on the CPU, which no cast of the model
+            rounds; None where they are a parameter of the module.
     """
 
-    before: Tensor
-    after: Tensor
+    slopes: Tensor | None
+
+    def slopes_of(self, module: nn.Module, device: torch.device) -> Tensor:
+        """[2, H] float32."""
+        slopes = getattr(module, SLOPES) if self.slopes is None else self.slopes
+        return slopes.float().to(device)
 
     def plain(self, call: Call) -> Tensor:
         """As `ByDistance.plain`."""
         device, scale = call.query.device, masks.scale_of(call)
+        before, after = self.slopes_of(call.module, device)
         if device.type == "cuda":
-            if has_flash(call) and torch.equal(self.before, self.after):
-                return flash_linear(call, scale, self.before, self.is_causal)
-            return flex_linear(call, scale, self.before, self.after, self.is_causal)
+            if has_flash(call) and (self.is_causal or self.slopes is None or torch.equal(*self.slopes)):
+                return flash_linear(call, scale, before, self.is_causal)
+            return flex_linear(call, scale, before, after, self.is_causal)
         if self.is_causal:
-            return causal_linear(call.query, call.key, call.value, self.before.to(device), scale)
-        before, after = self.before.to(device), self.after.to(device)
+            return causal_linear(call.query, call.key, call.value, before, scale)
         return symmetric_linear(call.query, call.key, call.value, before, after, scale)
 
-    def added(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+    def is_plain(self, call: Call, forward: Forward) -> bool:
+        """As `ByDistance.is_plain`; the kernels give slopes no gradient."""
+        wants_gradient = self.slopes is None and torch.is_grad_enabled() and getattr(call.module, SLOPES).requires_grad
+        return not wants_gradient and super().is_plain(call, forward)
+
+    def added(self, module: nn.Module, query_places: Tensor, key_places: Tensor) -> Tensor:
         """As `ByDistance.added`; a mask that lets a causal model see ahead meets the slopes for keys behind."""
-        device = query_places.device
-        return distance_bias(self.before.to(device), self.after.to(device), query_places, key_places)
+        before, after = self.slopes_of(module, query_places.device)
+        return distance_bias(before, after, query_places, key_places)
 
 
 @dataclass
@@ -111,7 +125,7 @@ class Windowed(ByDistance):
         scale = masks.scale_of(call)
         return windowed(call.query, call.key, call.value, self.width, self.sinks, scale, causal=self.is_causal)
 
-    def added(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+    def added(self, module: nn.Module, query_places: Tensor, key_places: Tensor) -> Tensor:
         """As `ByDistance.added`."""
         distance = (query_places[:, :, None] - key_places[:, None, :]).abs()
         return masks.hidden_where((distance >= self.width) & (key_places >= self.sinks)[:, None, :])[:, None]

@@ -16,6 +16,7 @@ from hf_posext.attention.interface import Adapter, Call
 from hf_posext.attention.present import Present, present
 from hf_posext.errors import PatchError
 
+SLOPES = "posext_slopes"  # a parameter that an adapter may have given its module
 OWNER = "_posext_reader"
 KEYWORD = "posext_reading"
 Value = TypeVar("Value")
@@ -217,6 +218,7 @@ def detach(model: nn.Module) -> None:
     """Takes adapters and hooks out of a model; nothing to do where there are none."""
     for module in model.modules():
         module.__dict__.pop(interface.ADAPTER, None)
+        module._parameters.pop(SLOPES, None)
         reader: Reader | None = module.__dict__.pop(OWNER, None)
         if reader is None:
             continue

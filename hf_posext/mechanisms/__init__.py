@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from hf_posext.contract import PositionTable, RotaryChange, Site, Spectrum
-from hf_posext.mechanisms import learned, rotary, rotary_table, sinusoidal
+from hf_posext.contract import Host, PositionTable, RotaryChange, Site, Spectrum
+from hf_posext.mechanisms import alibi, learned, rotary, rotary_table, sinusoidal
 from hf_posext.mechanisms._held import holder_of
 from hf_posext.mechanisms._rows import grow_columns, shrink_columns
 from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
@@ -34,7 +34,7 @@ __all__ = [
     "write",
 ]
 
-KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal]
+KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal, alibi]
 ROWS = {learned.MECHANISM: learned, sinusoidal.MECHANISM: sinusoidal}
 
 
@@ -66,10 +66,12 @@ def keeper_of(site: Site) -> ModuleType:
     """The file that reads and writes a site."""
     if has_rows(site):
         return ROWS[site.mechanism]
+    if site.mechanism == alibi.MECHANISM:
+        return alibi
     return rotary if site.field.endswith(rotary.SUFFIX) else rotary_table
 
 
-def read(site: Site, trained_length: int) -> Spectrum | PositionTable:
+def read(site: Site, trained_length: int) -> Spectrum | PositionTable | Host:
     """What a site holds now."""
     return keeper_of(site).read(site, trained_length)
 
@@ -111,7 +113,7 @@ def has_rows(site: Site) -> bool:
 
 def is_off(site: Site) -> bool:
     """Whether a site is switched off."""
-    if has_rows(site):
+    if site.mechanism != rotary.MECHANISM:
         return holder_of(site.module) is not None
     return not bool(read_spectrum(site, 1).inv_freq.any())
 
@@ -127,6 +129,9 @@ def silence(model: nn.Module, site: Site, trained_length: int, target_length: in
         more = target_length - trained_length
         grow_columns(model, site, more)
         ROWS[site.mechanism].silence(site, more)
+        return
+    if site.mechanism == alibi.MECHANISM:
+        alibi.silence(site)
         return
     spectrum = read_spectrum(site, 1)
     write(site, RotaryChange(torch.zeros_like(spectrum.inv_freq), spectrum.attention_scaling), target_length)

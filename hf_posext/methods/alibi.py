@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_posext.arguments import check_positive
+from hf_posext.arguments import check_flag, check_positive
 from hf_posext.contract import LinearBias, PositionTable, Spectrum
 from hf_posext.methods.registry import method
 
@@ -17,6 +17,7 @@ alibi = method(
     "alibi",
     summary="position encoding off, logits minus slope x distance; a model trained with another encoding needs tuning",
     paper="Press et al. 2021, arXiv 2108.12409, sec. 3",
+    needs_tuning=True,
 )
 
 
@@ -49,6 +50,7 @@ def anywhere(
     slopes: Sequence[float] | None = None,
     bias_max: float = 8.0,
     asymmetric: bool | Sequence[float] = False,
+    learned: bool = False,
 ) -> LinearBias:
     """Rotation or table off, and a bias of -m (i - j) in causal, -m |i - j| in bidirectional attention.
 
@@ -61,6 +63,9 @@ def anywhere(
         bias_max: exponent of the smallest published slope: 8, or 16 for a slower decay over very long text.
         asymmetric: bidirectional attention: H other slopes for keys behind the query, or True for those of the heads in
             reverse order, so that one half of the heads looks further back and the other half further ahead.
+        learned: make the slopes a parameter `posext_slopes` of each attention module, [2, H] for keys before and behind
+            the query, which training changes and which is saved with the weights. Such attention builds its bias for
+            each block of queries, which costs time.
 
     Raises:
         TypeError, ValueError: a bad value; a wrong number of slopes is found when the model's heads are known.
@@ -71,10 +76,11 @@ def anywhere(
     given = None if slopes is None else as_slopes("slopes", slopes)
     before = partial(slopes_of, given, exponent)
     if asymmetric is False:
-        return LinearBias(before, before)
+        return LinearBias(before, before, check_flag("learned", learned))
     if asymmetric is True:
-        return LinearBias(before, partial(reversed_slopes, before))
-    return LinearBias(before, partial(slopes_of, as_slopes("asymmetric", asymmetric), exponent))
+        return LinearBias(before, partial(reversed_slopes, before), check_flag("learned", learned))
+    after = partial(slopes_of, as_slopes("asymmetric", asymmetric), exponent)
+    return LinearBias(before, after, check_flag("learned", learned))
 
 
 def as_slopes(name: str, slopes: Sequence[float]) -> tuple[float, ...]:

@@ -30,6 +30,7 @@ class Method:
         follows_length: given the options, whether the method itself says different things at different lengths, so that
             it is dynamic without being asked.
         is_bounded: whether the scale of dynamic patching stops at the factor of the patch.
+        needs_tuning: whether a model that was trained with another encoding is of no use before it is tuned.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     follows_length: Callable[[dict[str, Any]], bool] = lambda options: False
     is_bounded: bool = True
+    needs_tuning: bool = False
 
     def on(self, mechanism: str) -> Callable[[Function], Function]:
         """Registers the decorated function for a mechanism and returns it unchanged.
@@ -113,6 +115,7 @@ def method(
     paper: str,
     follows_length: Callable[[dict[str, Any]], bool] = lambda options: False,
     is_bounded: bool = True,
+    needs_tuning: bool = False,
 ) -> Method:
     """Declares a method under a new name; its functions are added with `Method.on`. For the arguments see `Method`.
 
@@ -123,7 +126,7 @@ def method(
         taken = lookup_registered(word)
         if taken is not None:
             raise TypeError(f"`{word}` is already a name of the method `{taken.name}`.")
-    declared = Method(name, aliases, summary, paper, {}, follows_length, is_bounded)
+    declared = Method(name, aliases, summary, paper, {}, follows_length, is_bounded, needs_tuning)
     REGISTRY[name] = declared
     return declared
 

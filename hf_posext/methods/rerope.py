@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from numbers import Real
 
-from hf_posext.arguments import check_length
+from hf_posext.arguments import check_flag, check_length
 from hf_posext.contract import Remap, Spectrum
 from hf_posext.methods.registry import method
-from hf_posext.methods.self_extend import check_flag, default_window
+from hf_posext.methods.self_extend import default_window
 
 rerope = method(
     "rerope",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hf_posext.arguments import check_length
+from hf_posext.arguments import check_flag, check_length
 from hf_posext.contract import Remap, Spectrum
 from hf_posext.errors import unknown
 from hf_posext.methods.registry import method
@@ -71,14 +71,3 @@ def group_for(tokens: float, window: int, trained_length: int) -> int:
 def default_window(trained_length: int, share: int) -> int:
     """A part of N, at least one token."""
     return max(1, trained_length // share)
-
-
-def check_flag(name: str, value: object) -> bool:
-    """True or False.
-
-    Raises:
-        TypeError: anything else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
-    return value

@@ -1,0 +1,86 @@
+"""Native ALiBi: attention that is handed a bias by distance, computed once for all layers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posext.contract import Host, Site
+from hf_posext.mechanisms._held import hold, holder_of, release
+from hf_posext.mechanisms._scope import Scoped
+
+MECHANISM = "alibi"
+NAMES = ("alibi", "position_bias")  # parameters by which families hand it on
+COMPUTED = "alibi"  # what the method of a model that builds it has in its name
+
+
+def find(scoped: Scoped) -> list[Site]:
+    """An attention module that takes the bias, in a model that builds one; not what only hands it on to a part.
+
+    A module that can rotate as well may get the bias within its mask, where it cannot be told from it.
+    """
+    name = parameter_of(scoped.module)
+    if name is None or any(parameter_of(child) for child in scoped.module.children()):
+        return []
+    if "position_embeddings" in inspect.signature(scoped.module.forward).parameters or not builds_bias(scoped.owner):
+        return []
+    return [Site(MECHANISM, scoped.name, scoped.module, scoped.config, "", name)]
+
+
+def parameter_of(module: nn.Module) -> str | None:
+    """Name of the parameter of its forward that takes a bias."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in NAMES if name in parameters), None)
+
+
+def builds_bias(model: nn.Module) -> bool:
+    """Whether a model has a method that builds the bias."""
+    return any(COMPUTED in name for name in dir(type(model)))
+
+
+class BiasHolder:
+    """What an attention module keeps whose bias is switched off."""
+
+    def __init__(self, module: nn.Module, field: str) -> None:
+        self.original_class = type(module)
+        self.field = field
+
+    def rewrite(self, module: nn.Module) -> None:
+        """Nothing: no value is kept."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward with a bias of zeros."""
+        bound = inspect.signature(forward).bind(module, *args, **kwargs)
+        bias = bound.arguments.get(self.field)
+        if torch.is_tensor(bias):
+            bound.arguments[self.field] = torch.zeros_like(bias)
+        return forward(*bound.args, **bound.kwargs)
+
+    def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
+        """Never asked for: the module has no frequencies."""
+        return torch.empty(0), 1.0
+
+
+def read(site: Site, trained_length: int) -> Host:
+    """The trained length: the slopes are the model's own business."""
+    return Host(trained_length)
+
+
+def silence(site: Site) -> None:
+    """Switches the bias off."""
+    if holder_of(site.module) is None:
+        hold(site.module, BiasHolder(site.module, site.field))
+
+
+def restore(site: Site) -> None:
+    """Switches the bias on again."""
+    if holder_of(site.module) is not None:
+        release(site.module)
+
+
+def reset(site: Site) -> None:
+    """Nothing: the bias is computed in each forward."""
