@@ -266,9 +266,9 @@ def ensure_adopted(model: nn.Module) -> None:
     record = record_of(model)
     if record is None or STATE in root.__dict__:
         return
-    found = mechanisms.find_sites(model)
-    loaded = {str(site): mechanisms.read(site, record.target_length) for site in found}
     own_configs(model)
+    found = mechanisms.find_sites(model)  # before the config is set, since a table is known by its length
+    loaded = {str(site): mechanisms.read(site, record.target_length) for site in found}
     set_fields(model, record.before)
     delattr(root.config, CONFIG_FIELD)
     more = record.target_length - record.steps()[0].trained_length

@@ -12,6 +12,7 @@ from hf_posext.contract import PositionTable, Site
 from hf_posext.mechanisms._held import hold, holder_of, release
 from hf_posext.mechanisms._scope import root_model, scoped_modules
 
+LEARNED = "learned"
 UNDO = "_posext_columns"
 
 
@@ -44,14 +45,14 @@ def read(site: Site, trained_length: int) -> PositionTable:
 
 
 def silence(site: Site, more: int) -> None:
-    """Switches the site off; a parameter gets so many more rows, of zeros, as the length in the config says then.
+    """Switches the site off; a learned table gets so many more rows, of zeros, as the length in the config says then.
 
-    Without them plain transformers could not load what is saved.
+    Without them plain transformers could not load what is saved. Sinusoids it computes itself.
     """
     if holder_of(site.module) is None:
         hold(site.module, SilentHolder(site.module, site.field))
     rows = getattr(site.module, site.field)
-    if isinstance(rows, nn.Parameter) and rows.requires_grad:
+    if site.mechanism == LEARNED:
         put_rows(site, torch.cat((rows.detach(), rows.new_zeros(more, rows.shape[1]))))
 
 
@@ -69,7 +70,7 @@ def restore(site: Site) -> None:
 def reset(site: Site, more: int) -> None:
     """Takes away the rows that a table was given when it was switched off, before it was saved."""
     rows = getattr(site.module, site.field)
-    if isinstance(rows, nn.Parameter) and rows.requires_grad:
+    if site.mechanism == LEARNED:
         put_rows(site, rows.detach()[: len(rows) - more].clone())
 
 

@@ -9,13 +9,13 @@ from torch import nn
 from hf_posext.contract import Site
 from hf_posext.lengths import length_fields
 from hf_posext.mechanisms._held import holder_of
+from hf_posext.mechanisms._rows import LEARNED as MECHANISM
 from hf_posext.mechanisms._rows import SilentHolder, read, reset, restore, silence
 from hf_posext.mechanisms._scope import Scoped
 from hf_posext.mechanisms.sinusoidal import is_sinusoid
 
 __all__ = ["MECHANISM", "find", "read", "reset", "restore", "silence"]
 
-MECHANISM = "learned"
 RESERVED = 2  # rows in front of the first position that some families have whatever their padding
 # Lengths of one side of an encoder-decoder, which transformers does not treat as the model's own.
 SIDE_FIELDS = (
