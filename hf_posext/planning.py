@@ -161,7 +161,7 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
     sites = [site for site in found if site.mechanism in method.functions]
     if not sites:
         kinds = sorted({site.mechanism for site in found})
-        able = [each.name for each in REGISTRY.values() if set(kinds) & set(each.functions)]
+        able = [each.name for each in REGISTRY.values() if {*kinds, ATTENTION} & set(each.functions)]
         raise NoSiteError(f"`{method.name}` has no meaning for a {kinds[0]} encoding. Methods that do: {quoted(able)}.")
     chosen = [site for site in sites if layers == "all" or not site.is_local]
     if not chosen:
