@@ -7,7 +7,7 @@ other mask, they run through `masked`. Memory is linear in the lengths: no tenso
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -62,20 +62,28 @@ def causal_linear(
             )
 
         return masked(query, key, value, scale, rows)[0]
+    listed = tuple(slopes.tolist())
     if length == 1:
-        ramp = torch.outer(slopes, torch.arange(1.0 - size, 1.0))[None, :, None]
-        return scaled_dot_product_attention(query, key, value, ramp, scale=scale, enable_gqa=True)
+        past = _past(listed, 1 << (size - 1).bit_length())[:, :, :, -size:]
+        return scaled_dot_product_attention(query, key, value, past, scale=scale, enable_gqa=True)
     ramp = torch.outer(slopes, torch.arange(1.0 - size, min(window.FAR, length)))
     ramp[:, size:] = -torch.inf
     starts, ends = window.everything(heads, length, size, True)
-    steep = window.steep(slopes, size, heads // groups) if prune and length >= FEW else range(0)
+    steep = window.steep(listed, size, heads // groups) if prune and length >= FEW else range(0)
     if steep:
         some, few = slice(steep[0], steep[-1] + 1), slice(steep[0] * groups // heads, (steep[-1] + 1) * groups // heads)
         starts[some], ends[some] = window.needed(query[:, some], key[:, few], slopes[some], None, scale)
-    whole = window.undivided(starts, slopes.tolist(), length, size)
+    whole = window.undivided(starts, listed, length, size)
     plan = window.plan(starts, ends, length, size, groups, True, whole)
     columns = torch.outer(slopes, torch.arange(size) - size // 2.0)
     return toeplitz.run(query, key, value, Bias(ramp, size - 1, size - length, columns=columns), plan, scale)
+
+
+@lru_cache(maxsize=4)  # all layers and steps of a generation ask for the same
+def _past(slopes: tuple[float, ...], size: int) -> Tensor:
+    """[1, H, 1, size]: the bias of the last query for the last `size` keys; good for training, too."""
+    with torch.inference_mode(False):
+        return torch.outer(torch.tensor(slopes), torch.arange(1.0 - size, 1.0))[None, :, None]
 
 
 def symmetric_linear(
@@ -105,7 +113,7 @@ def symmetric_linear(
     down = torch.arange(1.0 - length, 1.0)
     ramp = torch.cat([torch.outer(before, down), torch.outer(after, down.flip(0)[1:])], dim=1)
     starts, ends = window.everything(heads, length, length, False)
-    if prune and length >= FEW and window.steep(torch.maximum(before, after), length, 1):
+    if prune and length >= FEW and window.steep(torch.maximum(before, after).tolist(), length, 1):
         starts, ends = window.needed(query, key, before, after, scale)
     plan = window.plan(starts, ends, length, length, groups, False, [False] * heads)
     return toeplitz.run(query, key, value, Bias(ramp, length - 1, 0), plan, scale)

@@ -111,6 +111,8 @@ def selected(
     window: int,
     *,
     right_query: Tensor | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -131,6 +133,8 @@ def selected(
             None.
         window: distances below it, on either side, are near.
         right_query: [B, H, L, D], for far keys after the query; None if it is `far_query`.
+        cap: logits x become cap tanh(x / cap) before the mask.
+        sinks: [H], logits of a key without a value that every query sees.
         dropout: share of the weights to drop.
         weights: whether to return them.
 
@@ -153,7 +157,10 @@ def selected(
         )
         if right_query is not None:
             logits = torch.where(apart <= -window, products(right_query[:, :, begin:end], far_key), logits)
-        share = normalised(logits.float() * scale, seen(begin, end)).to(query.dtype)
+        logits = logits.float() * scale
+        if cap is not None:
+            logits = cap * (logits / cap).tanh()
+        share = normalised(logits, seen(begin, end), sinks).to(query.dtype)
         share = drop(share, dropout) if dropout else share
         outputs.append(mixed(share, value))
         if weights:
@@ -191,10 +198,14 @@ def mixed(share: Tensor, value: Tensor) -> Tensor:
     return found.view(batch, heads, length, -1)
 
 
-def normalised(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax over the keys; zeros where no key is seen, also in the gradient."""
+def normalised(logits: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the keys and a sink [H] that is left out then; zeros where no key is seen, also in the gradient."""
+    if mask is not None:
+        logits = logits + mask
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat((logits, column), dim=-1).softmax(-1)[..., :-1]
     if mask is None:
         return logits.softmax(-1)
-    logits = logits + mask
     empty = (logits == -torch.inf).all(-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)

@@ -49,10 +49,10 @@ class Remapped:
         forward, call = self.reader.of(call)
         if self.is_within_window(call, forward):
             return call.run()
-        if masks.is_special(call):
+        if call.options.get("position_bias") is not None:
             raise PatchError(
-                f"{type(call.module).__name__} does more to its logits than to scale and mask them, which mapped "
-                'distances cannot take part in. Call `set_attn_implementation("sdpa")`, where there is no such step.'
+                f"{type(call.module).__name__} adds a bias of its own by position, which mapped distances would not "
+                "reach."
             )
         plain = masks.is_plain(call, forward, self.is_causal)
         parts = [
@@ -135,6 +135,8 @@ class Remapped:
                 lambda first, last: mask(begin + first, begin + last),
                 window,
                 right_query=right,
+                cap=call.options.get("softcap") if masks.is_eager(call) else None,
+                sinks=call.options.get("s_aux") if masks.is_eager(call) else None,
                 dropout=masks.dropout_of(call),
                 weights=masks.is_eager(call),
             )

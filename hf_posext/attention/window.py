@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ def margin(slopes: Tensor) -> Tensor:
     return NOTHING - torch.log(-torch.expm1(-slopes))
 
 
-def steep(slopes: Tensor, size: int, share: int) -> range:
+def steep(slopes: Sequence[float], size: int, share: int) -> range:
     """The heads between the first and the last that can leave out any of `size` keys, in whole groups of `share`."""
-    heads = [head for head, slope in enumerate(slopes.tolist()) if slope * size > NOTHING]
+    heads = [head for head, slope in enumerate(slopes) if slope * size > NOTHING]
     return range(heads[0] // share * share, heads[-1] // share * share + share) if heads else range(0)
 
 
@@ -62,10 +63,9 @@ def needed(
     begin = torch.arange(0, size, COLUMNS)
     end = (begin + COLUMNS).clamp(max=size)
 
-    norms = [torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32) for states in (query, key)]
-    own = torch.linalg.vecdot(query.unflatten(1, (groups, share)).float(), key[:, :, None, offset:].float()).flatten(
-        1, 2
-    )
+    query, key = query.float(), key.float()
+    norms = [torch.linalg.vector_norm(states, dim=-1) for states in (query, key)]
+    own = torch.linalg.vecdot(query.unflatten(1, (groups, share)), key[:, :, None, offset:]).flatten(1, 2)
     gain = largest(norms[0], ROWS)[:, :, None] * largest(norms[1], COLUMNS).repeat_interleave(share, 0)[:, None]
     gain = abs(scale) * gain + largest(-scale * own, ROWS)[:, :, None]
 
@@ -83,7 +83,7 @@ def needed(
     return starts.tolist(), ends.clamp(max=size).tolist()
 
 
-def undivided(starts: list[list[int]], slopes: list[float], length: int, size: int) -> list[bool]:
+def undivided(starts: list[list[int]], slopes: Sequence[float], length: int, size: int) -> list[bool]:
     """[H]: heads of causal attention that are better off in one piece with a bias by columns.
 
     That bias is off by a number per query; up to `LEVEL` it is about as large as logits are, and costs no digits. It is
@@ -140,20 +140,27 @@ def hulls(blocks: list[Rectangle], count: int) -> list[Rectangle]:
     return [(one[0][0], one[-1][1], min(begin for *_, begin, _ in one), max(end for *_, end in one)) for one in groups]
 
 
+def is_full(blocks: list[Rectangle]) -> bool:
+    """Whether all blocks of queries meet the same keys."""
+    return len({(begin, end) for _, _, begin, end in blocks}) == 1
+
+
 def wide(blocks: list[Rectangle], causal: bool) -> list[Rectangle]:
     """Blocks of one head for a forward pass: wide ones are faster, but meet keys that they do not need."""
+    if not causal and is_full(blocks):
+        return hulls(blocks, len(blocks))
     return hulls(blocks, FAR // ROWS if reach(blocks) >= (4 * FAR if causal else FAR) else 1)
 
 
 def split(blocks: list[Rectangle], offset: int, causal: bool) -> list[Rectangle]:
     """Blocks of one head for a backward pass: wide ones for far keys, narrow ones at the diagonal."""
+    if not causal:
+        return wide(blocks, causal)
     count = max(1, min(FAR, reach(blocks) // 4) // ROWS)
     found: list[Rectangle] = []
-    for index, (first, last, begin, end) in enumerate(hulls(blocks, count)):
+    for index, (first, last, begin, _) in enumerate(hulls(blocks, count)):
         narrow, diagonal = blocks[index * count : (index + 1) * count], offset + first
-        if not causal:
-            found.append((first, last, begin, end))
-        elif len(narrow) == 1 or diagonal - begin < ROWS:
+        if len(narrow) == 1 or diagonal - begin < ROWS:
             found += narrow
         else:
             found.append((first, last, begin, diagonal))

@@ -26,8 +26,8 @@ ABLATIONS = ("alibi", "nope")
 NOTE = (
     "`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; `window` is the model "
     "of which each token sees only the last {trained}, otherwise not patched; each method is patched for each context "
-    "length T by the factor T / {trained}, so at {trained} it changes nothing; `self_extend` has a window of {trained} / 4 "
-    "and groups with which T fits into 2/3 of {trained}; "
+    "length T by the factor T / {trained}, so at {trained} it changes nothing; `self_extend` has a window of "
+    "{trained} / 4 and groups with which T fits into 2/3 of {trained}; "
     f"`{DYNAMIC}` is patched once, for {{longest}} tokens, and its factor follows the length of the text; "
     "`alibi` and `nope` are patched once as well, since no factor bears on them: they are ablations here, because a "
     "model trained with another encoding has to be tuned before it can use them."

@@ -23,22 +23,32 @@ MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".pdf")
 MOST_BANDS = 3  # with more arms their bands cover one another, and error bars side by side are drawn instead
 DODGE = 0.03  # octaves between neighbouring arms then
+MOST_DODGE = 0.24  # octaves between the first arm and the last
 
 
 def plot_perplexity(report: PerplexityReport) -> Figure:
     """Perplexity against context length: one line per arm with its 95 % band, bars broken, N as a vertical line."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    many = len(report.arms) > len(FEW) + len(BAR_COLOURS)
+    figure = Figure(figsize=(7.2, 5.4 if many else 4.2), layout="constrained")
     axes = figure.subplots()
     methods = [arm for arm in report.arms if _bar_of(arm) is None]
     for position, arm in enumerate(report.arms):
         rows = [row for row in report.rows if row["arm"] == arm]
         style = _style(arm, methods)
         crowded = len(report.arms) > MOST_BANDS
-        shift = 2 ** ((position - (len(report.arms) - 1) / 2) * DODGE) if crowded else 1.0
+        step = min(DODGE, MOST_DODGE / len(report.arms))
+        shift = 2 ** ((position - (len(report.arms) - 1) / 2) * step) if crowded else 1.0
         places = [row["context_length"] * shift for row in rows]
-        axes.plot(places, [row["perplexity"] for row in rows], label=arm, linewidth=1.8, markersize=5, **style)
+        axes.plot(
+            places,
+            [row["perplexity"] for row in rows],
+            label=arm,
+            linewidth=1.4 if many else 1.8,
+            markersize=5,
+            **style,
+        )
         _draw_intervals(axes, places, rows, style["color"], band=not crowded)
     if report.trained_length is not None:
         axes.axvline(report.trained_length, color="#999999", linewidth=1, linestyle=":", zorder=1)

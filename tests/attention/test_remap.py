@@ -488,3 +488,26 @@ def test_the_fallback_holds_a_bounded_number_of_logits(monkeypatch: pytest.Monke
     with Largest() as record:
         remap.two_regions(query, key, far_query, far_key, value[..., :5], 32, SCALE)
     assert record.numbers <= 1 << 14
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_the_fallback_caps_logits_and_has_sinks_as_gemma_2_and_gpt_oss_do(cap: float | None, has_sinks: bool) -> None:
+    """Caps come before the mask; a sink takes its share of the weights and gives no value."""
+    generator = torch.Generator().manual_seed(0)
+    query, far_query = (torch.randn(1, 2, 9, 4, generator=generator) * 3 for _ in range(2))
+    key, far_key, value = (torch.randn(1, 1, 9, 4, generator=generator) for _ in range(3))
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    mask = torch.zeros(9, 9).masked_fill(distance < 0, -torch.inf)
+    sinks = torch.tensor([0.5, -1.0]) if has_sinks else None
+    output, weights = remap.selected(
+        query, key, far_query, far_key, value, 0.5,
+        lambda begin, end: distance[None, begin:end], lambda begin, end: mask[None, None, begin:end], 3,
+        cap=cap, sinks=sinks, weights=True,
+    )  # fmt: skip
+    logits = torch.where(distance < 3, query.double() @ key.double().mT, far_query.double() @ far_key.double().mT) / 2
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    parts = (logits + mask).exp()
+    total = parts.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[None, :, None, None])
+    torch.testing.assert_close(weights.double(), parts / total, rtol=0, atol=1e-6)
+    torch.testing.assert_close(output.double(), parts / total @ value.double(), rtol=0, atol=1e-5)
