@@ -111,3 +111,17 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r} of type {type(value).__name__}.")
     return value
+
+
+def check_within(name: str, value: int, trained_length: int, factor: float) -> int:
+    """A distance in tokens that a text of T = s N tokens has, unless s is 1.
+
+    Raises:
+        ValueError: it has none as long, so that nothing would change.
+    """
+    if factor > 1 and value >= trained_length * factor:
+        raise ValueError(
+            f"`{name}` must be less than the target length {math.floor(trained_length * factor)}, got {value}: no two "
+            "tokens would be that far apart. Lower it, or give a larger factor."
+        )
+    return value

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posext import patched, perplexity
 from hf_posext.demo import demo_names, demo_path, held_out_documents, load_demo
+from hf_posext.evaluation.perplexity_report import PerplexityReport
 
 OFFLINE = """
 import socket
@@ -68,3 +70,20 @@ def test_models_are_found_by_their_folders() -> None:
 def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
     with pytest.raises(ValueError, match=r"Unknown demo model .*Allowed: .*`llama`"):
         load_demo(name)
+
+
+def test_the_published_ordering_of_untuned_methods_at_four_times_the_trained_length() -> None:
+    """Nats per token, paired over documents: ReRoPE and SelfExtend below YaRN, ALiBi and NoPE far above it."""
+    model, tokenizer, documents = load_demo("llama")
+    reports = []
+    for method in ("yarn", "rerope", "self_extend", "alibi", "nope"):
+        with patched(model, method, 4):
+            reports.append(
+                perplexity(model, tokenizer, documents, context_lengths=[1024], endpoints_per_document=1, bars=[])
+            )
+    joined = PerplexityReport.join(reports)
+    against_yarn = {arm: joined.difference(arm, "yarn", 1024) for arm in joined.arms[1:]}
+    assert against_yarn["rerope"]["high"] < 0
+    assert against_yarn["self_extend"]["high"] < 0
+    assert against_yarn["alibi"]["low"] > 0.5
+    assert against_yarn["nope"]["low"] > 1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_posext
 from hf_posext.methods import REGISTRY
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,15 @@ def test_the_block_on_short_prompts_runs():
     exec("import hf_posext\nfrom hf_posext.demo import load_demo", namespace)
     exec(blocks("python")[1], namespace)
     assert namespace["model"].config.posext["dynamic"]
+
+
+def test_the_block_on_methods_in_attention_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec("import hf_posext\nfrom hf_posext.demo import load_demo", namespace)
+    exec(blocks("python")[2], namespace)
+    assert namespace["model"].config.posext["options"] == {"group_size": "dynamic"}
+    assert hf_posext.inspect_model(namespace["model"]).in_force
 
 
 def test_the_set_up_is_exactly_two_commands_and_ci_runs_the_second():

@@ -50,9 +50,9 @@ def causal_linear(
     Returns:
         [B, H, L, D of values], differentiable in query, key and value.
     """
-    slopes = slopes.detach().float()
     (heads, length), (groups, size) = query.shape[1:3], key.shape[1:3]
     if not is_fast(query, key, value):
+        slopes = slopes.detach()
         places = torch.arange(size, device=query.device)[None]
 
         def rows(first: int, last: int) -> Tensor:
@@ -64,8 +64,9 @@ def causal_linear(
         return masked(query, key, value, scale, rows)[0]
     listed = tuple(slopes.tolist())
     if length == 1:
-        past = _past(listed, 1 << (size - 1).bit_length())[:, :, :, -size:]
+        past = _past(listed, 1 << (size - 1).bit_length())[..., -size:]
         return scaled_dot_product_attention(query, key, value, past, scale=scale, enable_gqa=True)
+    slopes = slopes.detach().float()
     ramp = torch.outer(slopes, torch.arange(1.0 - size, min(window.FAR, length)))
     ramp[:, size:] = -torch.inf
     starts, ends = window.everything(heads, length, size, True)

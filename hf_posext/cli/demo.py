@@ -26,8 +26,7 @@ ABLATIONS = ("alibi", "nope")
 NOTE = (
     "`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; `window` is the model "
     "of which each token sees only the last {trained}, otherwise not patched; each method is patched for each context "
-    "length T by the factor T / {trained}, so at {trained} it changes nothing; `self_extend` has a window of "
-    "{trained} / 4 and groups with which T fits into 2/3 of {trained}; "
+    "length T by the factor T / {trained}, so at {trained} it changes nothing; "
     f"`{DYNAMIC}` is patched once, for {{longest}} tokens, and its factor follows the length of the text; "
     "`alibi` and `nope` are patched once as well, since no factor bears on them: they are ablations here, because a "
     "model trained with another encoding has to be tuned before it can use them."
@@ -53,7 +52,7 @@ class Scope:
     targets: int = 128
 
 
-QUICK = Scope(factors=(1, 2, 4), endpoints=1)
+QUICK = Scope(factors=(1, 2, 4), documents=8, endpoints=1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ class Story:
 
 
 def run(
-    quick: Annotated[bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer targets.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer books and targets.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.json and plot.png.")] = Path("posext_demo"),
     model: Annotated[str, typer.Option(help="Name of an embedded model.")] = "llama",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
@@ -154,7 +155,7 @@ class Meter:
         """Perplexity at one context length, patched for that time to read `target` tokens."""
         from hf_posext.patching import patched
 
-        with patched(self.model, method, target_length=target, **options_for(method, trained, target)):
+        with patched(self.model, method, target_length=target):
             return self.score([context_length], bars=[])
 
     def score_once(self, arm: str, context_lengths: list[int], method: str, **arguments: Any) -> list[PerplexityReport]:
@@ -196,20 +197,6 @@ def measure(model: nn.Module, tokenizer: Any, documents: Sequence[str], trained:
     price = [meter.score_patched(method, trained, lengths[-1], trained) for method in METHODS]
     price += [parts[0] for parts in once.values()]
     return Story(gain, PerplexityReport.join([meter.score([trained], bars=[]), *price]))
-
-
-def options_for(method: str, trained: int, target: int) -> dict[str, Any]:
-    """Options of a method that are not its defaults: the group size of SelfExtend follows the advice of its authors.
-
-    With a window W the text fits into 2/3 of the trained length N: W + (T - W) / G <= 2 N / 3. Distances close to N are
-    rare in training, so a model reads them less well.
-
-    Source: README of github.com/datamllab/LongLM, on the choice of group size and window.
-    """
-    if method != "self_extend":
-        return {}
-    window = trained // 4
-    return {"window": window, "group_size": max(1, -(3 * (target - window) // -(2 * trained - 3 * window)))}
 
 
 def by_length(method: str, parts: Sequence[PerplexityReport]) -> dict[str, Any]:

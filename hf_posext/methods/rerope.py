@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from numbers import Real
 
-from hf_posext.arguments import check_flag, check_length
+from hf_posext.arguments import check_flag, check_length, check_within
 from hf_posext.contract import Remap, Spectrum
 from hf_posext.methods.registry import method
-from hf_posext.methods.self_extend import default_window
+from hf_posext.methods.self_extend import ROOM, default_window
 
 rerope = method(
     "rerope",
@@ -37,6 +37,7 @@ def clipped(spectrum: Spectrum, factor: float, *, window: int | None = None, log
     Source: Su 2023, kexue.fm/archives/9708.
     """
     near = default_window(spectrum.trained_length, 2) if window is None else check_length("window", window)
+    check_within("window", near, spectrum.trained_length, factor)
     return Remap(near, 0, 0.0, spectrum.trained_length, logn=check_flag("logn", logn))
 
 
@@ -55,7 +56,7 @@ def slowed(
         spectrum: the live spectrum.
         factor: s = T / N.
         window: W in tokens; N / 2 if None.
-        slope: 0 (`rerope`) or more, below 1 (no change); if None that with which T tokens just fit into N.
+        slope: 0 (`rerope`) or more, below 1 (no change); if None that with which T tokens fit into 2 N / 3.
         logn: multiply logits by max(1, ln(p + 1) / ln N) at query p.
 
     Raises:
@@ -65,22 +66,24 @@ def slowed(
     """
     length = spectrum.trained_length
     near = default_window(length, 2) if window is None else check_length("window", window)
+    check_within("window", near, length, factor)
     return Remap(near, 0, slope_for(slope, near, length, factor), length, logn=check_flag("logn", logn))
 
 
 def slope_for(slope: object, window: int, trained_length: int, factor: float) -> float:
-    """The slope that was given, or (N - W) / (T - W).
+    """The slope that was given, or (2 N / 3 - W) / (T - W).
 
     Raises:
-        TypeError, ValueError: not a number from 0 to 1, or a window that reaches N.
+        TypeError, ValueError: not a number from 0 to 1, or a window that leaves no room.
     """
     if slope is None:
-        if window >= trained_length:
+        room = float(ROOM * trained_length)
+        if window >= room:
             raise ValueError(
-                f"`window` must be less than the trained length {trained_length} for a slope to follow from it, got "
-                f"{window}. Lower it, or give `slope`."
+                f"`window` must be less than {room:g} tokens for a slope to follow from it, got {window}. Lower it, or "
+                "give `slope`."
             )
-        return (trained_length - window) / (trained_length * factor - window)
+        return (room - window) / (trained_length * factor - window)
     if isinstance(slope, bool) or not isinstance(slope, Real):
         raise TypeError(f"`slope` must be a number from 0 to 1, got {slope!r} of type {type(slope).__name__}.")
     if not 0 <= float(slope) < 1:

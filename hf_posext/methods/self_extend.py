@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
-from hf_posext.arguments import check_flag, check_length
+from hf_posext.arguments import check_flag, check_length, check_within
 from hf_posext.contract import Remap, Spectrum
 from hf_posext.errors import unknown
 from hf_posext.methods.registry import method
 
 DYNAMIC = "dynamic"
+ROOM = Fraction(2, 3)  # of N; the authors advise 1/2 to 1, and README has what was measured
 
 self_extend = method(
     "self_extend",
@@ -34,7 +36,8 @@ def rotary(
         spectrum: the live spectrum.
         factor: s = T / N.
         group_size: G in tokens; "dynamic" for the smallest with which the text up to each query fits into N, which
-            leaves text of at most N tokens as it is; if None the smallest with which T tokens do.
+            leaves text of at most N tokens as it is; if None the smallest with which T tokens fit into 2 N / 3, since
+            models read their last trained distances worse.
         window: W in tokens, less than N; N / 4 if None.
         logn: multiply logits by max(1, ln(p + 1) / ln N) at query p.
 
@@ -45,27 +48,29 @@ def rotary(
     """
     length = spectrum.trained_length
     near = default_window(length, 4) if window is None else check_length("window", window)
+    check_within("window", near, length, factor)
     if group_size is not None and group_size != DYNAMIC:
         if isinstance(group_size, str):
             raise ValueError(unknown("value of `group_size`:", group_size, [DYNAMIC, "a whole number"]))
         if check_length("group_size", group_size) == 1:
             raise ValueError("`group_size` must be at least 2 tokens, got 1, which leaves every distance as it is.")
         return Remap(near, int(group_size), 0.0, length, logn=check_flag("logn", logn))
-    if near >= length:
+    room = length if group_size == DYNAMIC else ROOM * length
+    if near >= room:
         raise ValueError(
-            f"`window` must be less than the trained length {length} for a group size to follow from it, got {near}. "
-            "Lower it, or give `group_size`."
+            f"`window` must be less than {float(room):g} tokens for a group size to follow from it, got {near}. Lower "
+            "it, or give `group_size`."
         )
-    group = group_for(length * factor, near, length)
+    group = group_for(length * factor, near, room)
     return Remap(near, group, 0.0, length, group_size == DYNAMIC, check_flag("logn", logn))
 
 
-def group_for(tokens: float, window: int, trained_length: int) -> int:
-    """The smallest G with which so many tokens stand within N: window + (tokens - window) / G <= N.
+def group_for(tokens: float, window: int, room: Fraction | int) -> int:
+    """The smallest G with which so many tokens stand within some room: window + (tokens - window) / G <= room.
 
-    Source: SelfExtend (arXiv 2401.01325), sec. 3: the longest text is (N - W) G + W.
+    Source: SelfExtend (arXiv 2401.01325), sec. 3: with N as room the longest text is (N - W) G + W.
     """
-    return max(1, math.ceil((tokens - window) / (trained_length - window)))
+    return max(1, math.ceil(Fraction(tokens - window) / (room - window)))
 
 
 def default_window(trained_length: int, share: int) -> int:

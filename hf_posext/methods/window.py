@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numbers import Integral
 
-from hf_posext.arguments import check_length
+from hf_posext.arguments import check_length, check_within
 from hf_posext.contract import Host, Window
 from hf_posext.methods.registry import method
 
@@ -35,4 +35,5 @@ def attention(host: Host, factor: float, *, width: int | None = None, sinks: int
         raise TypeError(f"`sinks` must be a whole number of tokens, got {sinks!r} of type {type(sinks).__name__}.")
     if sinks < 0:
         raise ValueError(f"`sinks` must be 0 or more tokens, got {sinks!r}.")
-    return Window(host.trained_length if width is None else check_length("width", width), int(sinks))
+    tokens = host.trained_length if width is None else check_length("width", width)
+    return Window(check_within("width", tokens, host.trained_length, factor), int(sinks))

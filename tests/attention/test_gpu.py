@@ -36,10 +36,10 @@ def reference(call: Call, scale: float, before: Tensor, after: Tensor, is_causal
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("length", "keys", "is_causal"), [(12, 12, True), (5, 12, True), (1, 12, True), (12, 12, False)])
-def test_flex_attention_adds_the_bias(
-    length: int, keys: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("length", "keys", "is_causal"), [(12, 12, True), (5, 12, True), (1, 12, True), (12, 12, False)]
+)
+def test_flex_attention_adds_the_bias(length: int, keys: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def uncompiled(*args: Any, training: bool, **options: Any) -> Any:
         return flex_attention(*args, **options)
 

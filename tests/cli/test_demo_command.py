@@ -9,11 +9,23 @@ import pytest
 
 import hf_posext
 from hf_posext.cli import demo
-from hf_posext.cli.demo import DYNAMIC, METHODS, PATCHED, Scope, Story, measure, price_of_dynamic, read, verdict
+from hf_posext.cli.demo import (
+    ABLATIONS,
+    DYNAMIC,
+    METHODS,
+    PATCHED,
+    QUICK,
+    Scope,
+    Story,
+    measure,
+    price_of_dynamic,
+    read,
+    verdict,
+)
 from hf_posext.demo import load_demo
 from hf_posext.evaluation.perplexity_report import Measurement
 
-TINY = Scope(factors=(1, 2), documents=2, endpoints=2, targets=32)
+TINY = Scope(factors=(1, 2), ablated=(1, 2), documents=2, endpoints=2, targets=32)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +51,8 @@ def test_each_method_is_measured_on_the_targets_of_the_bars(story: Story, method
     )
     assert row_of(story.gain.rows, method, 512) == row_of(report.rows, method, 512)
     assert row_of(story.price.rows, method, 256) == row_of(report.rows, method, 256)
-    assert row_of(story.gain.rows, "truncate", 512) == row_of(report.rows, "truncate", 512)
+    for bar in ("truncate", "window"):
+        assert row_of(story.gain.rows, bar, 512) == row_of(report.rows, bar, 512)
 
 
 def test_the_dynamic_arm_is_patched_once_for_the_longest_context(story: Story) -> None:
@@ -61,7 +74,30 @@ def test_the_dynamic_arm_is_patched_once_for_the_longest_context(story: Story) -
     assert (record["method"], record["factor"], record["dynamic"]) == ("yarn", 2.0, True)
 
 
-@pytest.mark.parametrize("arm", ["truncate", *PATCHED])
+@pytest.mark.parametrize("method", ABLATIONS)
+def test_ablations_are_patched_once_for_the_longest_context(story: Story, method: str) -> None:
+    model, tokenizer, documents = load_demo("llama")
+    hf_posext.patch_model(model, method, 2)
+    report = hf_posext.perplexity(
+        model, tokenizer, documents[:2], context_lengths=[256, 512], endpoints_per_document=2, targets=32, bars=[]
+    )
+    assert [row_of(story.gain.rows, method, length) for length in (256, 512)] == report.rows
+    assert row_of(story.price.rows, method, 256) == report.rows[0]
+    record = story.gain.records[method]
+    assert record is not None
+    assert (record["method"], record["factor"]) == (method, 2.0)
+
+
+def test_ablations_may_be_measured_at_fewer_lengths() -> None:
+    model, tokenizer, documents = load_demo("llama")
+    found = measure(model, tokenizer, documents, 256, replace(TINY, documents=2, ablated=(1,), endpoints=1))
+    assert [row["context_length"] for row in found.gain.rows if row["arm"] == "nope"] == [256]
+    assert "`nope` at 256 tokens of context" in read(found)[-1]
+    assert "nope - truncate at 256" in str(found.gain)
+    assert set(QUICK.ablated) < set(QUICK.factors)
+
+
+@pytest.mark.parametrize("arm", ["truncate", "window", *PATCHED])
 def test_at_the_trained_length_every_arm_is_the_unpatched_model(story: Story, arm: str) -> None:
     unpatched = row_of(story.gain.rows, "none", 256)
     assert row_of(story.gain.rows, arm, 256) == {**unpatched, "arm": arm}
@@ -71,8 +107,8 @@ def test_at_the_trained_length_every_arm_is_the_unpatched_model(story: Story, ar
 def test_short_text_costs_the_dynamic_arm_nothing(story: Story) -> None:
     unpatched = row_of(story.price.rows, "none", 256)
     assert row_of(story.price.rows, DYNAMIC, 256) == {**unpatched, "arm": DYNAMIC}
-    assert f"{unpatched['perplexity']:.1f} with `{DYNAMIC}`, {unpatched['perplexity']:.1f} unpatched" in read(story)[-1]
-    assert read(story)[-1].endswith("is that of the unpatched model to the last bit.")
+    assert f"{unpatched['perplexity']:.1f} with `{DYNAMIC}`, {unpatched['perplexity']:.1f} unpatched" in read(story)[-2]
+    assert read(story)[-2].endswith("is that of the unpatched model to the last bit.")
 
 
 def test_a_price_of_the_dynamic_arm_would_be_said(story: Story) -> None:
@@ -111,14 +147,26 @@ def invented(story: Story, **nll: float) -> Story:
 
 
 def test_sentences_follow_the_numbers(story: Story) -> None:
-    good = read(invented(story, none=5.0, truncate=3.0, pi=2.0, ntk=4.0, ntk_by_parts=4.0, yarn=4.0, **{DYNAMIC: 4.0}))
+    others = dict.fromkeys(PATCHED, 4.0)
+    good = read(invented(story, **{**others, "none": 5.0, "truncate": 3.0, "window": 2.0, "pi": 2.0}))
+    assert "148.4 with 512 tokens of context, 20.1 with only the last 256 of them, 7.4 with a window of 256" in good[0]
     assert "clearly worse (+2.000 nats per token" in good[0]
     assert "`pi` is the best with 7.4, against 148.4 unpatched and 20.1 truncated" in good[1]
-    assert "clearly better (-1.000 nats per token" in good[1]
-    bad = read(invented(story, none=2.0, truncate=3.0, pi=4.0, ntk=3.5, ntk_by_parts=4.0, yarn=4.0, **{DYNAMIC: 4.0}))
+    assert "Against truncating it is clearly better (-1.000 nats per token" in good[1]
+    assert "against a window not clearly different (+0.000 nats per token" in good[1]
+    bad = read(invented(story, **{**others, "none": 2.0, "truncate": 3.0, "window": 3.25, "ntk": 3.5}))
     assert "clearly better (-1.000" in bad[0]
     assert "`ntk` is the best" in bad[1]
-    assert "clearly worse (+0.500" in bad[1]
+    assert "Against truncating it is clearly worse (+0.500" in bad[1]
+    assert "against a window clearly worse (+0.250" in bad[1]
+
+
+def test_the_ablations_are_called_untuned(story: Story) -> None:
+    sentence = read(invented(story, alibi=3.0, nope=4.0))[-1]
+    assert "20.1 with `alibi` and 54.6 with `nope` at 512 tokens of context" in sentence
+    assert "untuned ablations" in sentence
+    assert "need tuning" in sentence
+    assert "has to be tuned" in story.gain.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +195,7 @@ def test_quick_twice_gives_the_same_document_and_files(
     assert plot.startswith(b"\x89PNG")
     assert plot == (tmp_path / "plot.png").read_bytes()
     assert {"rows", "protocol", "inspect", "short_text", "reading", "files"} <= set(first.data)
-    assert {row["arm"] for row in first.data["rows"]} == {"none", "truncate", *PATCHED}
+    assert {row["arm"] for row in first.data["rows"]} == {"none", "truncate", "window", *PATCHED, *ABLATIONS}
     saved = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert saved == {name: value for name, value in first.data.items() if name != "files"}
 
@@ -160,6 +208,7 @@ def test_the_table_is_on_stdout_and_the_time_on_stderr(
     outcome = posext("demo", "--quick")
     assert "trained for 256 tokens, not patched" in outcome.out
     assert "ntk_by_parts" in outcome.out
+    assert "need tuning before they are of any use" in " ".join(outcome.out.split())
     assert "- Unpatched: " in outcome.out
     assert "saved posext_demo/plot.png" in outcome.out
     assert outcome.err.startswith("took ")

@@ -48,9 +48,55 @@ def test_a_dynamic_factor_leaves_text_of_the_trained_length_alone(posext: Any, b
     assert nll[512] < before[512]
 
 
+def test_a_window_can_be_asked_for_with_every_protocol(posext: Any, books: Path) -> None:
+    words = ["--text", books, "--text-column", "body", "--context-lengths", "256,512", "--protocol", "full"]
+    outcome = posext("eval", "demo:llama", *words, "--bars", "window", "--json")
+    assert [(row["arm"], row["context_length"]) for row in outcome.data["rows"]] == [
+        (arm, length) for arm in ("none", "window") for length in (256, 512)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("self_extend", {"group_size": 4, "window": 64}),
+        ("self_extend", {"group_size": "dynamic", "window": 64}),
+        ("rerope", {"window": 128, "logn": True}),
+        ("leaky_rerope", {"window": 64, "slope": 0.125}),
+        ("alibi", {"slopes": [0.5, 0.25, 0.125]}),
+        ("nope", {}),
+        ("window", {"width": 128, "sinks": 4}),
+    ],
+)
+def test_methods_that_act_in_attention_take_their_options(
+    posext: Any, books: Path, method: str, options: dict[str, Any]
+) -> None:
+    words = ["--context-lengths", "300", "--text", books, "--text-column", "body", "--endpoints", "1", "--bars", "none"]
+    for name, value in options.items():
+        words += ["--option", f"{name}={json.dumps(value)}"]
+    outcome = posext("eval", "demo:llama", *words, "--method", method, "--factor", "2", "--json")
+    assert outcome.code == 0
+    model, tokenizer, _ = load_demo("llama")
+    hf_posext.patch_model(model, method, 2, **options)
+    report = hf_posext.perplexity(
+        model, tokenizer, TEXTS, context_lengths=[300], endpoints_per_document=1, bars=["none"]
+    )
+    assert outcome.data["rows"] == report.rows
+    assert outcome.data["record"]["options"] == options
+
+
+def test_options_are_printed_beside_the_arm(posext: Any, books: Path) -> None:
+    words = ["--context-lengths", "300", "--text", books, "--text-column", "body", "--endpoints", "1"]
+    out = posext("eval", "demo:llama", *words, "--method", "rerope", "--factor", "2", "--option", "window=64").out
+    assert "rerope: factor 2.0, window 64" in out
+    assert "rerope - truncate at 300: " in out
+    assert "rerope - window at 300: " in out
+
+
 def test_the_demo_text_is_read_without_a_file(posext: Any) -> None:
     words = ["--context-lengths", "128", "--documents", "3", "--endpoints", "1", "--batch-size", "2", "--json"]
-    (row, _) = posext("eval", "demo:llama", *words).data["rows"]
+    row, *bars = posext("eval", "demo:llama", *words).data["rows"]
+    assert [bar["arm"] for bar in bars] == ["truncate", "window"]
     assert (row["arm"], row["documents"], row["tokens"]) == ("none", 3, 3 * 128)
 
 
@@ -78,7 +124,7 @@ def test_out_gets_the_report_and_the_plot(posext: Any, books: Path, tmp_path: Pa
     assert "truncate" in outcome.out
     assert f"saved {tmp_path / 'a' / 'b' / 'plot.png'}" in outcome.out
     report = json.loads((tmp_path / "a" / "b" / "report.json").read_text(encoding="utf-8"))
-    assert [row["arm"] for row in report["rows"]] == ["none", "none", "truncate", "truncate"]
+    assert [row["arm"] for row in report["rows"]] == [arm for arm in ("none", "truncate", "window") for _ in range(2)]
     assert (tmp_path / "a" / "b" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -83,6 +83,31 @@ def test_a_dynamic_patch_reads_short_text_as_before_and_names_load_pretrained(po
 
 
 @pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("self_extend", {"group_size": 8, "window": 32}),
+        ("leaky_rerope", {"slope": 0.25}),
+        ("alibi", {"bias_max": 16}),
+        ("nope", {}),
+        ("window", {"sinks": 2}),
+    ],
+)
+def test_a_patch_that_acts_in_attention_is_brought_back_by_load_pretrained(
+    posext: Any, tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    words = [word for name, value in options.items() for word in ("--option", f"{name}={value}")]
+    outcome = posext("patch", "demo:llama", "--method", method, "--factor", "4", *words, "--out", tmp_path)
+    assert outcome.code == 0
+    assert f"trained for 256, reads 1024 tokens by {method} x4" in outcome.out
+    assert f"load it with hf_posext.load_pretrained({str(tmp_path)!r})" in outcome.out
+    model = hf_posext.load_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert model.config.posext["options"] == options
+    with torch.no_grad():
+        logits = model(torch.arange(600)[None]).logits
+    torch.testing.assert_close(logits, expected(method, 4, **options), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("words", "dynamic"),
     [([], False), (["--dynamic"], True), (["--no-dynamic"], False), (["--method", "dynamic"], True)],
 )

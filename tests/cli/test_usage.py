@@ -36,6 +36,23 @@ BAD = {
     "no key": ([*PATCH, "--factor", "2", "--option", "beta"], "'beta'", "--option beta_fast=16"),
     "bad lengths": ([*EVAL, "256,x"], "'256,x'", "256,1024"),
     "no such protocol": ([*EVAL, "256", "--protocol", "tale"], "'tale'", "Did you mean `tail`?"),
+    "window too wide": (
+        [*PATCH, "--method", "self_extend", "--factor", "4", "--option", "window=256"],
+        "256",
+        "Lower it, or give `group_size`",
+    ),
+    "no group size": (
+        [*PATCH, "--method", "self_extend", "--factor", "4", "--option", "group_size=x"],
+        "'x'",
+        "`dynamic`, `a whole number`",
+    ),
+    "no slope": ([*PATCH, "--method", "leaky_rerope", "--factor", "4", "--option", "slope=2"], "got 2", "from 0 to 1"),
+    "slopes of other heads": (
+        [*PATCH, "--method", "alibi", "--factor", "4", "--option", "slopes=[1, 2]"],
+        "got 2",
+        "so 3 slopes are needed",
+    ),
+    "dynamic in attention": ([*PATCH, "--method", "rerope", "--factor", "4", "--dynamic"], "`rerope`", "Leave it out"),
     "no such bar": ([*EVAL, "256", "--bars", "trunc"], "'trunc'", "`truncate`"),
     "too long": ([*EVAL, "99999", "--documents", "1"], "99999", "Lower `context_lengths`"),
     "factor without method": ([*EVAL, "256", "--factor", "2"], "--factor", "Give --method"),

@@ -211,7 +211,7 @@ def test_reports_109_and_120_one_warning_beyond_reach(
 
 
 def test_arm_can_be_named() -> None:
-    assert measure(tiny_llama(), arm="tuned").arms == ["tuned", "truncate"]
+    assert measure(tiny_llama(), arm="tuned").arms == ["tuned", "truncate", "window"]
 
 
 def test_one_document_has_no_interval_and_says_so() -> None:

@@ -44,7 +44,7 @@ def report(arms: dict[str, float], **changes: Any) -> PerplexityReport:
         for arm, nll in arms.items()
         for length, more in ((64, 0.0), (128, 1.0))
     ]
-    records = {arm: None if arm in ("none", "truncate") else {"method": arm, "factor": 2.0} for arm in arms}
+    records = {arm: None if arm in ("none", "truncate", "window") else {"method": arm, "factor": 2.0} for arm in arms}
     return PerplexityReport({**protocol, **changes.pop("protocol", {})}, measurements, records, 64, [2], ["a note"])
 
 
@@ -142,9 +142,10 @@ def test_join_puts_arms_side_by_side_and_keeps_equal_bars_once() -> None:
     assert joined.record == {"method": "pi", "factor": 2.0}
 
 
-def test_join_keeps_the_bar_of_a_tuned_model_apart() -> None:
-    joined = PerplexityReport.join([report({"pi": 2.0, "truncate": 2.5}), report({"tuned": 1.5, "truncate": 2.2})])
-    assert joined.arms == ["pi", "truncate", "tuned", "truncate (tuned)"]
+@pytest.mark.parametrize("bar", ["truncate", "window"])
+def test_join_keeps_the_bar_of_a_tuned_model_apart(bar: str) -> None:
+    joined = PerplexityReport.join([report({"pi": 2.0, bar: 2.5}), report({"tuned": 1.5, bar: 2.2})])
+    assert joined.arms == ["pi", bar, "tuned", f"{bar} (tuned)"]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,35 @@ def test_table_says_what_was_measured() -> None:
     assert [part for part in expected if part not in text] == []
 
 
+def test_differences_to_both_bars_are_printed() -> None:
+    text = str(report({"pi": 2.0, "yarn": 2.25, "truncate": 2.5, "window": 1.5, "none": 5.0}))
+    expected = [
+        "pi - truncate at 128: -0.500 nats per token [-0.500, -0.500], paired",
+        "yarn - truncate at 128: -0.250 nats",
+        "pi - window at 128: +0.500 nats",
+        "yarn - window at 128: +0.750 nats",
+    ]
+    assert [part for part in expected if part not in text] == []
+    assert text.count("paired") == 4
+
+
+def test_an_arm_that_was_measured_at_fewer_lengths_has_gaps() -> None:
+    whole = report({"pi": 2.0, "truncate": 2.5})
+    pi, _, *bar = whole.measurements
+    part = PerplexityReport(whole.protocol, [pi, *bar], whole.records, 64)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in str(part).splitlines() if "│" in line]
+    assert ["pi", "7.39", "-"] in rows
+    assert "pi - truncate at 64: -0.500 nats" in str(part)
+    line = part.plot().axes[0].get_lines()[0]
+    assert list(line.get_ydata()) == pytest.approx([math.exp(2)])
+
+
+def test_options_of_an_arm_are_printed() -> None:
+    found = report({"rerope": 2.0})
+    found.records["rerope"] = {"method": "rerope", "factor": 2.0, "options": {"window": 128, "logn": True}}
+    assert "rerope: factor 2.0, window 128, logn True" in str(found)
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 @pytest.mark.parametrize("arms", [1, 5])
 def test_plot_is_written_as_its_suffix_says(tmp_path: Path, suffix: str, arms: int) -> None:
@@ -217,14 +247,23 @@ def test_plot_is_written_as_its_suffix_says(tmp_path: Path, suffix: str, arms: i
 
 
 def test_plot_shows_every_arm_and_the_trained_length() -> None:
-    axes = report({"pi": 2.0, "truncate": 2.5, "none": 4.0}).plot().axes[0]
+    axes = report({"pi": 2.0, "truncate": 2.5, "window": 2.25, "none": 4.0}).plot().axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert {"pi", "truncate", "none"} <= set(lines)
+    assert {"pi", "truncate", "window", "none"} <= set(lines)
     assert lines["pi"].get_ydata() == pytest.approx([math.exp(2), math.exp(3)])
+    assert lines["pi"].get_linestyle() == "-"
     assert lines["truncate"].get_linestyle() == lines["none"].get_linestyle() == "--"
+    assert lines["window"].get_linestyle() == ":"
     assert [text.get_text() for text in axes.texts] == ["trained length 64"]
     assert axes.get_xlabel() == "context length (tokens)"
     assert axes.get_ylabel() == "perplexity of the last 10 tokens"
+
+
+@pytest.mark.parametrize("count", [6, 9, 12])
+def test_no_two_arms_of_a_plot_look_alike(count: int) -> None:
+    arms = [*(f"method {index}" for index in range(count)), "truncate", "window", "none"]
+    lines = [line for line in report(dict.fromkeys(arms, 2.0)).plot().axes[0].get_lines() if line.get_label() in arms]
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(arms)
 
 
 def test_plot_touches_no_global_state() -> None:
