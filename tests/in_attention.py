@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "self_extend_dynamic": ("self_extend", {"window": WINDOW, "group_size": "dynamic"}),
     "rerope": ("rerope", {"window": WINDOW}),
     "rerope_logn": ("rerope", {"window": WINDOW, "logn": True}),
-    "leaky_rerope": ("leaky_rerope", {"window": WINDOW}),
+    "leaky_rerope": ("leaky_rerope", {"window": WINDOW, "slope": 0.2}),
     "window": ("window", {"width": WINDOW}),
     "window_sinks": ("window", {"width": WINDOW, "sinks": 2}),
 }

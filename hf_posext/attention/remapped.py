@@ -85,13 +85,13 @@ class Remapped:
         length = call.query.shape[2]
         if not self.remap.follows:
             return [(0, length, torch.tensor([self.remap.group]) if self.remap.group else None)]
+        groups = self.groups_of(forward)
+        if not self.is_causal or length == 1:
+            return [(0, length, groups[:, 0])]
         if torch.compiler.is_compiling():
             raise PatchError(
                 'A compiler cannot follow `group_size="dynamic"`, whose blocks depend on the text. Give a number.'
             )
-        groups = self.groups_of(forward)
-        if not self.is_causal:
-            return [(0, length, groups[:, 0])]
         return [(begin, end, groups[:, begin]) for begin, end, _ in blocks.runs(groups)]
 
     def groups_of(self, forward: Forward) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels of GPUs for linear biases, as far as they can be tried without one: what they are asked for, and Flex itself."""
+"""Kernels of GPUs for linear biases, as far as they can be tried without one: what they are asked for, and Flex."""
 
 import sys
 from types import ModuleType, SimpleNamespace

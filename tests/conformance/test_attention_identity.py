@@ -19,6 +19,7 @@ from tests.in_attention import (
     FACTOR,
     FEW,
     KINDS,
+    MIXED,
     REMAPS,
     ROWS,
     WITHOUT_ROTATION,
@@ -46,7 +47,13 @@ def test_factor_1_changes_no_bit(row: str, kind: str) -> None:
         assert torch.equal(*both)
 
 
-@pytest.mark.parametrize(("row", "kind"), EVERY_CASE)
+@pytest.mark.parametrize("method", sorted({method for method, _ in KINDS.values()}))
+def test_factor_1_changes_no_bit_without_options_either(method: str) -> None:
+    model = patch_model(make("llama"), method, 1)
+    assert torch.equal(whole(model, text()), whole(shared_unpatched("llama"), text()))
+
+
+@pytest.mark.parametrize(("row", "kind"), MIXED)
 def test_unpatching_gives_everything_back(row: str, kind: str) -> None:
     model = make(row)
     before, implementation = snapshot(model), model.config._attn_implementation

@@ -62,9 +62,10 @@ def test_a_mask_that_hides_nothing_changes_nothing(mask: str, row: str, kind: st
     assert_close(found, whole(model, tokens))
 
 
-@pytest.mark.parametrize("mask", ["boolean", "additive"])
-@pytest.mark.parametrize(("row", "kind"), named(ONE_MASK))
-def test_a_key_that_a_mask_of_four_axes_hides_is_not_read(row: str, kind: str, mask: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "row", "kind"), [(("boolean", "additive")[index % 2], *pair) for index, pair in enumerate(ONE_MASK)]
+)
+def test_a_key_that_a_mask_of_four_axes_hides_is_not_read(mask: str, row: str, kind: str) -> None:
     """Changing the hidden token changes only what it says itself."""
     model, tokens, hidden = shared_model(row, kind), text_for(row, kind), 9
     seen = square(row, tokens.shape[1]).clone()

@@ -1,7 +1,7 @@
 """Whole models against attention that is written here once more, in float64, pair by pair, as the papers say it.
 
-The reference is the unpatched model with its rotation switched off and an attention function of its own: that one turns
-each pair of query and key by the distance that the method gives it, and masks as transformers' masks say.
+The reference is the unpatched model without rotation and with an attention function of its own, which turns each pair
+of query and key by the distance that the method gives it, and masks as transformers' masks say.
 """
 
 import itertools
@@ -56,8 +56,7 @@ class Naive:
         along = real * real_key + imaginary * imaginary_key
         across = imaginary * real_key - real * imaginary_key
         found = (along * angle.cos() - across * angle.sin()).sum(-1)
-        found = found + query[..., 2 * pairs :] @ key[..., 2 * pairs :].mT
-        found = found * scale
+        found = scale * (found + query[..., 2 * pairs :] @ key[..., 2 * pairs :].mT)
         if self.grown is not None:
             found = found * self.grown(self.places)[:, None, :, None]
         if self.slopes is not None:
@@ -69,14 +68,14 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """The attention function of the reference."""
-    naive, share = module.naive, query.shape[1] // key.shape[1]
+    share = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
-    logits = naive.logits(query, key, options.get("scaling") or query.shape[-1] ** -0.5)
+    logits = module.naive.logits(query, key, options.get("scaling") or query.shape[-1] ** -0.5)
     if mask is not None:
         logits = logits.masked_fill(mask < -1e30, -math.inf)
     weights = (logits - logits.amax(-1, keepdim=True).clamp(min=-1e30)).exp()
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    output = weights @ value / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    return output.transpose(1, 2).contiguous(), None
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +95,19 @@ def distances(places: Tensor) -> Tensor:
 
 def mirrored(places: Tensor, window: int, beyond: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """d up to the window, beyond(q, k) from there on, and the same the other way round for keys behind the query."""
-    apart, late, early = distances(places), places[:, :, None].expand(-1, -1, places.shape[1]), places[:, None, :]
-    far = torch.where(apart > 0, beyond(late, early), -beyond(early.expand_as(late), late))
+    apart, query, key = distances(places), places[:, :, None], places[:, None, :]
+    far = torch.where(apart > 0, beyond(query, key), -beyond(key, query))
     return torch.where(apart.abs() < window, apart, far).double()
 
 
 def grouped(window: int, group: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """floor(q / G) + W - floor(W / G) - floor(k / G). G an int or [B, L, 1]. SelfExtend, sec. 3."""
     return lambda query, key: query // group + window - window // group - key // group
+
+
+def leaking(window: int, slope: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """W + slope (d - W). Source: Su, kexue.fm/archives/9708, with slope for 1 / k."""
+    return lambda query, key: window + slope * (query - key - window).double()
 
 
 def fitting(length: int, window: int) -> int:
@@ -125,11 +129,6 @@ def following(window: int, is_causal: bool) -> Callable[[Tensor], Tensor]:
     return apart
 
 
-def logn(places: Tensor) -> Tensor:
-    """max(1, log_N(p + 1)). Source: Su, kexue.fm/archives/8823."""
-    return ((places + 1).double().log() / math.log(N)).clamp(min=1)
-
-
 def slopes(heads: int) -> Tensor:
     """2^(-8 i / n) of the lower power of two n, then 2^(-4 (2 i + 1) / n). Source: ALiBi, published code."""
     lower = 2 ** int(math.log2(heads))
@@ -143,10 +142,6 @@ def outside(width: int, sinks: int) -> Callable[[Tensor], Tensor]:
     return lambda places: (distances(places).abs() >= width) & (places >= sinks)[:, None, :]
 
 
-LEAK = (N - 8) / (4 * N - 8)
-"""Slope with which 4 N tokens just fit into N beyond a window of 8."""
-
-
 def naive_of(kind: str, places: Tensor, angles: Tensor, heads: int, is_causal: bool) -> Naive:
     """The formulae of a kind."""
     method, options = KINDS[kind]
@@ -154,7 +149,9 @@ def naive_of(kind: str, places: Tensor, angles: Tensor, heads: int, is_causal: b
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "self_extend": lambda where: mirrored(where, window, grouped(window, options["group_size"])),
         "rerope": lambda where: distances(where).double().clamp(-window, window),
-        "leaky_rerope": lambda where: mirrored(where, window, lambda q, k: window + LEAK * (q - k - window).double()),
+        "leaky_rerope": lambda where: mirrored(
+            where, window, lambda q, k: window + options["slope"] * (q - k - window).double()
+        ),
     }
     found = Naive(places, angles, ways.get(method, lambda where: distances(where).double()))
     if kind == "self_extend_dynamic":
@@ -166,7 +163,8 @@ def naive_of(kind: str, places: Tensor, angles: Tensor, heads: int, is_causal: b
     if method == "window":
         found.hidden = outside(options["width"], options.get("sinks", 0))
     if options.get("logn"):
-        found.grown = logn
+        # max(1, log_N(p + 1)). Source: Su, kexue.fm/archives/8823
+        found.grown = lambda where: ((where + 1).double().log() / math.log(N)).clamp(min=1)
     return found
 
 
@@ -216,41 +214,37 @@ def reference(row: str, kind: str, places: Tensor, layers: int) -> Any:
             if name.endswith("inv_freq") and "original" not in name:
                 spectra[name.removesuffix("inv_freq").removesuffix("_")] = buffer.double()
                 setattr(module, name, torch.zeros_like(buffer))
-    kinds = getattr(model.config, "layer_types", None) if "" not in spectra and spectra else None
+    kinds = getattr(model.config, "layer_types", None) if spectra and "" not in spectra else None
     for index, module in enumerate(each for each in model.modules() if hasattr(each, "is_causal")):
         label = kinds[index] if kinds else ""
-        angles = spectra.get(label, torch.zeros(0, dtype=torch.float64))
-        is_left_alone = label == "sliding_attention" and KINDS[kind][0] != "window"
-        heads = model.config.num_attention_heads
-        module.naive = (
-            Naive(places, angles, lambda where: distances(where).double())
-            if is_left_alone
-            else naive_of(kind, places, angles, heads, row not in BIDIRECTIONAL)
-        )
+        angles = spectra.get(label, torch.zeros(0).double())
+        if label == "sliding_attention" and KINDS[kind][0] != "window":  # left alone
+            module.naive = Naive(places, angles, lambda where: distances(where).double())
+        else:
+            heads = model.config.num_attention_heads
+            module.naive = naive_of(kind, places, angles, heads, row not in BIDIRECTIONAL)
     return model.double()
 
 
 ALL = tuple(KINDS)
-CASES = [
-    *named([(row, kind) for row in ("llama", "modernbert") for kind in ALL]),
-    *named([("qwen3", kind) for kind in ("alibi", "self_extend", "window_sinks")]),
-    *named([("gpt_neox", kind) for kind in ("alibi", "leaky_rerope", "window")]),
-    *named([("gemma3", kind) for kind in ("alibi", "self_extend_uneven", "leaky_rerope", "window")]),
-    *named([(row, kind) for row in TABLES for kind in ("alibi", "nope", "window_sinks")]),
-]
+CASES = [(row, kind) for row in ("llama", "modernbert") for kind in ALL]
+CASES += [("qwen3", kind) for kind in ("alibi", "self_extend", "window_sinks")]
+CASES += [("gpt_neox", kind) for kind in ("alibi", "leaky_rerope", "window")]
+CASES += [("gemma3", kind) for kind in ("alibi", "self_extend_uneven", "leaky_rerope", "window")]
+CASES += [(row, kind) for row in TABLES for kind in ("alibi", "nope", "window_sinks")]
 
 
 def places_for(row: str, kind: str) -> Tensor:
-    """Positions of a text that is as long as the table allows, or more than twice N, [1, L]."""
+    """Positions of a text as long as the table allows, or more than twice N, [1, L]."""
     return torch.arange(N if (row, kind) in ENDS_AT_N else 70)[None]
 
 
-@pytest.mark.parametrize(("row", "kind"), CASES)
+@pytest.mark.parametrize(("row", "kind"), named(CASES))
 def test_a_model_of_two_layers_reads_as_the_formulae_say(row: str, kind: str) -> None:
     places = places_for(row, kind)
     tokens = text(places.shape[1], batch=2)
-    found = whole(patch(with_short_angles(make(row)), kind), tokens)
-    assert_close(found.double(), whole(reference(row, kind, places, 2), tokens))
+    found = whole(patch(with_short_angles(make(row)), kind), tokens).double()
+    assert_close(found, whole(reference(row, kind, places, 2), tokens))
 
 
 @pytest.mark.parametrize(
@@ -262,8 +256,8 @@ def test_a_model_of_one_layer_reads_as_the_formulae_say(row: str, kind: str) -> 
     assert_close(found.double(), whole(reference(row, kind, places, 1), tokens))
 
 
-IN_FLOAT64 = [("gpt_neox", kind) for kind in ("alibi", "nope")] + [(row, "alibi") for row in TABLES]
-"""Nothing of these is computed in float32, by transformers or otherwise."""
+# nothing of these is computed in float32, by transformers or otherwise
+IN_FLOAT64 = [("gpt_neox", "alibi"), ("gpt_neox", "nope"), *((row, "alibi") for row in TABLES)]
 
 
 @pytest.mark.parametrize(("row", "kind"), named([*IN_FLOAT64, *(("gpt_neox", kind) for kind in ALL[2:])]))
@@ -289,9 +283,10 @@ def test_positions_with_gaps_are_taken_as_they_are(row: str, kind: str) -> None:
 @pytest.mark.parametrize("row", ["llama", "modernbert"])
 @pytest.mark.parametrize("kind", ["alibi", "self_extend", "self_extend_dynamic", "rerope_logn", "window_sinks"])
 def test_rows_padded_on_either_side_are_read_as_the_formulae_say(row: str, kind: str) -> None:
-    length, mask = 48, torch.ones(2, 48, dtype=torch.int64)
+    tokens = text(48, batch=2)
+    mask = torch.ones_like(tokens)
     mask[0, :13], mask[1, 41:] = 0, 0
-    places, tokens = positions(mask), text(length, batch=2)
+    places = positions(mask)
     inputs = {"attention_mask": mask, "position_ids": places}
     found = whole(patch(with_short_angles(make(row)), kind), tokens, **inputs)
     expected = whole(reference(row, kind, places, 2), tokens, **inputs)
