@@ -4,7 +4,8 @@
 
 Bars: decoding with a cache of 4096 tokens at most 1.3 times a fixed factor, its peak memory at most 1.1 times, one pass
 over 4096 tokens at most 1.05 times. Copies of one model, each patched otherwise, take turns; the last one is unpatched
-and has transformers' own `rope_type="dynamic"`. `--kv-heads 8` is the same model without grouped keys.
+and has transformers' own `rope_type="dynamic"`. `--size small-mha` is the same model without grouped keys, and
+`--size llama-3-8b-layer` one layer as wide as those of an 8B model, where less of a pass is attention.
 
 `wrong_by` is the largest difference, in logits, between generation with a cache across N and one pass over the same
 tokens by the same model: rounding for an arm that is right. It has no bar here, since tests hold it.
@@ -49,6 +50,20 @@ ARMS: dict[str, tuple[str, str, bool]] = {
     HOST: ("ntk", "", False),
 }
 Model = LlamaForCausalLM
+SIZES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
+    "small-mha": {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "llama-3-8b-layer": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -56,7 +71,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--kv-heads", type=int, choices=(2, 8), default=2)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="with those they are compared with")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of decoding; a third as many of one pass")
     parsed = parser.parse_args()
@@ -64,14 +80,13 @@ def arguments() -> argparse.Namespace:
     return parsed
 
 
-def build(arm: str, kv_heads: int, dtype: torch.dtype) -> Model:
-    """A Llama of 53M parameters with weights so large that its random attention looks somewhere, patched as an arm."""
+def build(arm: str, size: str, dtype: torch.dtype) -> Model:
+    """A Llama with weights so large that its random attention looks somewhere, patched as an arm."""
     _, method, dynamic = ARMS[arm]
     own = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": FACTOR}} if arm == HOST else {}
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=kv_heads, max_position_embeddings=N, initializer_range=0.05, **own,
+        vocab_size=4096, max_position_embeddings=N, initializer_range=0.05, **SIZES[size], **own,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().to(dtype)
     return hf_posext.patch_model(model, method, FACTOR, dynamic=dynamic) if method else model
@@ -115,11 +130,11 @@ def wrong_by(model: Model, tokens: torch.Tensor) -> float:
     return float((torch.cat(steps, dim=1).float() - whole.float()).abs().max())
 
 
-def prepare(arm: str, kv_heads: int, dtype: torch.dtype, tokens: torch.Tensor) -> tuple[Model, Callable[[], Any], int]:
+def prepare(arm: str, size: str, dtype: torch.dtype, tokens: torch.Tensor) -> tuple[Model, Callable[[], Any], int]:
     """A model, its run of decoding after a first one, and the most bytes that torch held for both while it decoded."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        model = build(arm, kv_heads, dtype)
+        model = build(arm, size, dtype)
         run = decode(model, filled(model, tokens[:, :LENGTH]), tokens)
         with torch.profiler.record_function(DECODING):
             run()
@@ -130,12 +145,14 @@ def prepare(arm: str, kv_heads: int, dtype: torch.dtype, tokens: torch.Tensor) -
     return model, run, max(total for (at, _), total in zip(changes, held, strict=True) if at >= begin)
 
 
-def measure(kv_heads: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
+def measure(size: str, names: list[str], dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
     """One row for each arm in one precision."""
+    wanted = {*names, *(ARMS[name][0] for name in names)}
+    arms = {name: ARMS[name] for name in ARMS if name in wanted}
     tokens = torch.randint(0, 4096, (1, LENGTH + 512), generator=torch.Generator().manual_seed(0))
     models, runs, peaks = {}, {}, {}
-    for arm in ARMS:
-        models[arm], runs[arm], peaks[arm] = prepare(arm, kv_heads, dtype, tokens)
+    for arm in arms:
+        models[arm], runs[arm], peaks[arm] = prepare(arm, size, dtype, tokens)
     steps = compare(runs, rounds=rounds)
     runs.clear()
     wrong = {arm: wrong_by(model, tokens) for arm, model in models.items()}
@@ -148,7 +165,7 @@ def measure(kv_heads: int, dtype: torch.dtype, rounds: int) -> list[dict[str, An
         {
             "arm": arm,
             "dtype": str(dtype).removeprefix("torch."),
-            "kv_heads": kv_heads,
+            "size": size,
             "versus": versus,
             "decode_ms": 1000 * steps[arm] / STEPS,
             "decode_ratio": steps[arm] / steps[versus],
@@ -158,14 +175,15 @@ def measure(kv_heads: int, dtype: torch.dtype, rounds: int) -> list[dict[str, An
             "pass_ratio": passes[arm] / passes[versus],
             "wrong_by": wrong[arm],
         }
-        for arm, (versus, _, _) in ARMS.items()
+        for arm, (versus, _, _) in arms.items()
     ]
 
 
 def main() -> None:
     """Prints one row for each arm and precision."""
     options = arguments()
-    rows = [row for name in options.dtypes for row in measure(options.kv_heads, getattr(torch, name), options.rounds)]
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    rows = [row for dtype in dtypes for row in measure(options.size, options.arms, dtype, options.rounds)]
     report("dynamic_scaling", rows, options.out)
 
 
