@@ -43,13 +43,13 @@ def test_their_gradient_is_what_a_small_step_changes(row: str) -> None:
     loss.backward()
     name, parameter = next(iter(slopes(model).items()))
     assert parameter.shape == (2, 4)
-    place, step = (0, 1), 2.0**-16  # slopes are used in float32, in which this step is exact
+    place, step = (0, 1), 2.0**-12  # exact in float32, in which slopes are used and norms computed
     losses = []
     with torch.no_grad():
         for change in (step, -2 * step):
             parameter[place] += change
             losses.append(float(model(**inputs).logits.square().mean()))
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(parameter.grad[place]), rel=1e-3), name
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(parameter.grad[place]), rel=5e-3), name
 
 
 @pytest.mark.parametrize("row", ["llama", "modernbert"])
