@@ -93,7 +93,7 @@ class PositionTable:
     """What a site of learned or sinusoidal rows reads as.
 
     Attributes:
-        rows: usable rows, one for each position that the model was given.
+        rows: rows, reserved ones in front included.
         width: channels of a row.
         trained_length: N in tokens, of the model as given.
     """

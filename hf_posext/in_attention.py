@@ -46,7 +46,7 @@ def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
             put_adapters(owner, configs, mine, live)
     for site, _, change in rows:
         if isinstance(change, NoPosition):
-            mechanisms.silence(model, site, plan.trained_length, plan.target_length)
+            mechanisms.silence(model, site, plan.target_length, plan.config_length - plan.stated_length)
         else:  # it keeps the frequencies that it has, whatever is cast or loaded
             mechanisms.write(site, live[str(site)], plan.target_length)
 
@@ -77,7 +77,7 @@ def put_adapters(
         if isinstance(change, LinearBias):
             slopes = torch.stack([each(reach[module].count).float() for each in (change.slopes, change.after)])
             if change.learned:
-                like = next(module.parameters())
+                like = next(each for each in owner.parameters() if each.is_floating_point())
                 module.register_parameter(SLOPES, nn.Parameter(slopes.to(like.device, like.dtype)))
             adapters[module] = LinearlyBiased(reader, is_causal, None if change.learned else slopes)
         elif isinstance(change, Remap) and layout is not None:

@@ -136,6 +136,10 @@ def attended(owner: PreTrainedModel) -> dict[nn.Module, Heads]:
     inputs = {name: value for name, value in inputs.items() if name in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         inputs[KEYWORD] = None
+    if needs_encoder(owner):  # one token less than the text, so that nobody takes it for the text itself
+        width = getattr(owner.config, "cross_attention_hidden_size", None) or owner.config.hidden_size
+        weight = next(owner.parameters())
+        inputs["encoder_hidden_states"] = weight.new_zeros(1, TOKENS - 1, width)
     every_gpu = range(torch.cuda.device_count())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), interface.adapted(owner.modules(), watcher):
@@ -144,9 +148,17 @@ def attended(owner: PreTrainedModel) -> dict[nn.Module, Heads]:
     except Exception as error:  # whatever a foreign forward raises
         raise PatchError(
             f"{type(owner).__name__} could not be run on a few token ids to see how it rotates "
-            f"({type(error).__name__}: {error}). Patch with dynamic=False, or after the weights are loaded."
+            f"({type(error).__name__}: {error}). This patch acts in attention: choose one that changes frequencies for "
+            "all lengths alike (dynamic=False), or patch after the weights are loaded."
         ) from error
     return watcher.heads
+
+
+def needs_encoder(owner: PreTrainedModel) -> bool:
+    """Whether a sub-model is a decoder whose every layer also attends to an encoder."""
+    config: Any = owner.config
+    is_decoder = getattr(config, "is_decoder", False) and getattr(config, "cross_attention_hidden_size", None)
+    return bool(is_decoder) and "encoder_hidden_states" in inspect.signature(owner.forward).parameters
 
 
 def layout_of(
@@ -169,7 +181,7 @@ def layout_of(
     except LayoutError as error:
         reason = str(error)
     if last:
-        raise PatchError(f"{type(module).__name__} cannot follow the length of the text: {reason}.")
+        raise PatchError(f"{type(module).__name__} cannot be patched in its attention: {reason}.")
     return None
 
 

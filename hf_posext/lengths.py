@@ -35,6 +35,12 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     return next((part for part in parts if length_fields(part)), parts[0])
 
 
+def stated_length(config: PreTrainedConfig) -> int:
+    """The length field of the text config as it is, 0 without one."""
+    part = text_part(config)
+    return next((int(getattr(part, name)) for name in length_fields(part)), 0)
+
+
 def trained_length(config: PreTrainedConfig) -> int | None:
     """Tokens that the model as given was made for, scaling that the checkpoint already has included.
 

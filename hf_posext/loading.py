@@ -25,6 +25,7 @@ from hf_posext.records import CONFIG_FIELD, read_record, record_of
 
 LAYOUTS = ("v4", "v5")
 ADAPTER_CONFIG = "adapter_config.json"
+WHERE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
 def load_pretrained(
@@ -47,16 +48,24 @@ def load_pretrained(
     """
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return load_adapter(Path(path), auto_class, from_pretrained_kwargs)
-    saved = PreTrainedConfig.get_config_dict(path)[0].get(CONFIG_FIELD) or {}
+    where = {name: value for name, value in from_pretrained_kwargs.items() if name in WHERE}
+    saved = PreTrainedConfig.get_config_dict(path, **where)[0].get(CONFIG_FIELD) or {}
     with quiet() if saved.get("options", {}).get("learned") else nullcontext():  # parameters that transformers skips
         model = auto_class.from_pretrained(path, **from_pretrained_kwargs)
     ensure_adopted(model)
-    load_own_parameters(model, path)
+    load_own_parameters(model, path, where)
     return model
 
 
-def load_own_parameters(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def load_own_parameters(model: nn.Module, path: str | os.PathLike[str], where: dict[str, Any]) -> None:
     """Loads what a patch has added to the weights (learned slopes), which transformers does not know.
+
+    A model without its head, or with one, has the same names with another beginning.
+
+    Args:
+        model: the patched model.
+        path: folder or hub id of the checkpoint.
+        where: keyword arguments of `from_pretrained` that say where its files are.
 
     Raises:
         PatchError: it is not there.
@@ -64,12 +73,13 @@ def load_own_parameters(model: nn.Module, path: str | os.PathLike[str]) -> None:
     missing = {name: parameter for name, parameter in model.named_parameters() if name.endswith(SLOPES)}
     if not missing:
         return
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
-    for file in sorted({weight_map.get(name, SAFE_WEIGHTS_NAME) for name in missing}):
-        with safe_open(cached_file(path, file), framework="pt") as weights:
-            for name in missing.keys() & weights.keys():
-                missing.pop(name).data.copy_(weights.get_tensor(name))
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
+    files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values() if index else [SAFE_WEIGHTS_NAME]
+    for file in sorted(set(files)):
+        with safe_open(cached_file(path, file, **where), framework="pt") as weights:
+            for key in [key for key in weights.keys() if key.endswith(SLOPES)]:  # noqa: SIM118 - it is no dict
+                for name in [name for name in missing if name.endswith(key) or key.endswith(name)]:
+                    missing.pop(name).data.copy_(weights.get_tensor(key))
     if missing:
         raise PatchError(f"The checkpoint has no {quoted(missing)}, which its patch says were learned.")
 

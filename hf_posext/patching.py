@@ -15,12 +15,12 @@ from torch import nn
 from hf_posext import dynamic as dynamics
 from hf_posext import in_attention, mechanisms, probe, static
 from hf_posext.arguments import check_flag
-from hf_posext.attention import reading
+from hf_posext.attention import interface, reading
 from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
 from hf_posext.contract import Remap, Site, Spectrum, Window
 from hf_posext.errors import PatchError
 from hf_posext.freezing import FrozenGenerate
-from hf_posext.lengths import length_fields, original_length
+from hf_posext.lengths import length_fields, original_length, stated_length
 from hf_posext.mechanisms import logits
 from hf_posext.planning import Plan, make_plan
 from hf_posext.records import CONFIG_FIELD, PatchRecord, record_of
@@ -138,12 +138,14 @@ def suspended(model: Model) -> Iterator[Model]:
     if record is None:
         yield model
         return
-    tokenizers = state_of(model).tokenizers
+    tokenizers, trained = state_of(model).tokenizers, reading.own_parameters(model)
     remove(model)
     try:
         yield model
     finally:
         replay(model, record, tokenizers)
+        for module, parameter in trained.items():
+            module._parameters[reading.SLOPES] = parameter
 
 
 def apply(model: nn.Module, plan: Plan) -> None:
@@ -154,12 +156,12 @@ def apply(model: nn.Module, plan: Plan) -> None:
     """
     earlier = record_of(model)
     tokenizers = state_of(model).tokenizers if earlier else []
-    reach = probed_length(plan)
+    reach = probed_length(model, plan)
     for depth in probe.DEPTHS:
         # A patched model has its own copies already, and its undo knows them.
         configs = OwnConfigs([]) if earlier else own_configs(model)
         try:
-            baseline = probe.run(model, plan.sites, depth, reach) if plan.is_active else None
+            baseline = probe.run(model, plan.sites, depth, reach) if plan.is_active and reach else None
             sites = [site for site in mechanisms.find_sites(model) if str(site) in plan.names]
             fixed = dynamics.run_fixed(model, plan, sites, depth, reach) if plan.dynamic and plan.is_active else None
             write(model, sites, plan, earlier)
@@ -168,7 +170,7 @@ def apply(model: nn.Module, plan: Plan) -> None:
             elif plan.is_active:
                 rotary, _, changes = plan.rotary(sites)
                 probe.check_turns(rotary, changes)
-                after = probe.run(model, sites, depth, reach)
+                after = probe.run(model, sites, depth, reach) if reach else None
                 probe.check_effect(baseline, after, plan.words, depth)
             return
         except BaseException as error:
@@ -180,8 +182,13 @@ def apply(model: nn.Module, plan: Plan) -> None:
                 raise
 
 
-def probed_length(plan: Plan) -> int:
-    """Tokens over which the positions of a probe are spread: as many as it takes to see the method act."""
+def probed_length(model: nn.Module, plan: Plan) -> int:
+    """Tokens over which the positions of a probe are spread: as many as it takes to see the method act.
+
+    0 where the model cannot read so many, since a table ends before.
+    """
+    if plan.window is not None and any(map(mechanisms.has_rows, mechanisms.find_sites(model))):
+        return 0
     if plan.dynamic:
         return dynamics.short_reach(plan)
     is_beyond_window = any(isinstance(change, Remap | Window) for change in (*plan.changes, plan.window))
@@ -196,8 +203,9 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
     first = earlier.original_max_position_embeddings if earlier else original_length(root.config, plan.trained_length)
     tables = [site for site in mechanisms.find_sites(model) if mechanisms.has_rows(site)]
     if all(str(site) in plan.names for site in tables):  # else the field is the size of a table that stays
+        length = plan.config_length if tables else plan.target_length
         for config in config_parts(model):
-            undo.set(config, **dict.fromkeys(length_fields(config), plan.target_length))
+            undo.set(config, **dict.fromkeys(length_fields(config), length))
     if not plan.is_active:
         native_kind = "unchanged"
     elif plan.dynamic:
@@ -237,6 +245,7 @@ def remove(model: nn.Module) -> None:
     state = mechanisms.root_model(model).__dict__.pop(STATE, None)
     if state is not None:
         reading.detach(model)
+        interface.give_back(config_parts(model))
         mechanisms.root_model(model).__dict__.pop("generate", None)
         state.configs.give_back()  # first, since a module that was patched on meta is restored from its config
     for site in mechanisms.find_sites(model):
@@ -269,9 +278,10 @@ def ensure_adopted(model: nn.Module) -> None:
     own_configs(model)
     found = mechanisms.find_sites(model)  # before the config is set, since a table is known by its length
     loaded = {str(site): mechanisms.read(site, record.target_length) for site in found}
+    longer = stated_length(root.config)
     set_fields(model, record.before)
     delattr(root.config, CONFIG_FIELD)
-    more = record.target_length - record.steps()[0].trained_length
+    more = longer - stated_length(root.config)
     for site in found:
         mechanisms.reset(model, site, more if str(site) in record.sites else 0)
     replay(model, record)

@@ -11,7 +11,7 @@ from hf_posext import mechanisms
 from hf_posext.arguments import LAYERS, SCALES, check_choice, check_length, resolve_factor
 from hf_posext.contract import Change, Host, Reading, RotaryChange, Site, Spectrum, Window
 from hf_posext.errors import NoSiteError, PatchError, quoted
-from hf_posext.lengths import trained_length
+from hf_posext.lengths import stated_length, trained_length
 from hf_posext.mechanisms import logits
 from hf_posext.methods import REGISTRY, Method, get_method
 
@@ -37,6 +37,12 @@ class Plan:
     readings: list[Reading]
     changes: list[Change]
     window: Window | None = None
+    stated_length: int = 0
+
+    @property
+    def config_length(self) -> int:
+        """What the length fields of a config say whose tables are as long: T, but never less than they said."""
+        return max(self.target_length, self.stated_length)
 
     @property
     def names(self) -> list[str]:
@@ -127,7 +133,21 @@ def make_plan(
         raise ValueError(
             f"`scale`={scaling!r} has a meaning only for a factor that follows the length. Give dynamic=True too."
         )
-    return Plan(chosen, options, scale, length, target, layers, follows, scaling, sites, readings, changes, window)
+    return Plan(
+        chosen,
+        options,
+        scale,
+        length,
+        target,
+        layers,
+        follows,
+        scaling,
+        sites,
+        readings,
+        changes,
+        window,
+        stated_length(root.config),
+    )
 
 
 def check_dynamic(method: Method, changes: list[Change], wanted: bool, window: Window | None) -> bool:

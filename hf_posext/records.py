@@ -64,7 +64,7 @@ class PatchRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, nothing shared with the record."""
-        return json.loads(json.dumps(asdict(self)))
+        return json.loads(json.dumps(asdict(self), default=plain))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PatchRecord:
@@ -90,6 +90,17 @@ class PatchRecord:
         """Method, factor and lengths in a few words."""
         word = f"{self.method} (dynamic)" if self.dynamic else self.method
         return f"{word} x{self.factor:g} ({self.trained_length} -> {self.target_length} tokens)"
+
+
+def plain(value: Any) -> Any:
+    """Numbers of numpy and torch as those of Python.
+
+    Raises:
+        TypeError: anything else that is no plain data.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"An option must be plain data (numbers, strings, lists), got {value!r}.")
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

@@ -81,6 +81,29 @@ def test_unpatching_takes_them_away(row: str) -> None:
     assert differences(before, snapshot(model)) == []
 
 
+def test_they_outlive_a_suspension_and_an_evaluation() -> None:
+    """The same objects: an optimiser goes on with them."""
+    model, inputs = learned("llama"), tiny_inputs(48)
+    for each in slopes(model).values():
+        each.data.fill_(0.1)
+    before, parameters = model(**inputs).logits, list(slopes(model).values())
+    with hf_posext.suspended(model):
+        assert slopes(model) == {}
+    hf_posext.perplexity(model, None, [list(range(5, 80))] * 2, context_lengths=[32, 64], targets=8)
+    assert all(one is other for one, other in zip(slopes(model).values(), parameters, strict=True))
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def test_a_model_without_its_head_gets_them_too(tmp_path: Path) -> None:
+    model = learned("llama")
+    for each in slopes(model).values():
+        each.data.fill_(0.1)
+    model.save_pretrained(tmp_path)
+    found = hf_posext.load_pretrained(tmp_path, transformers.AutoModel)
+    assert all(bool((each == 0.1).all()) for each in slopes(found).values())
+    assert len(slopes(found)) == 2
+
+
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_only_true_and_false_are_taken(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`learned` must be True or False"):

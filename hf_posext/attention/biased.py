@@ -24,6 +24,7 @@ class ByDistance:
     def attend(self, call: Call) -> Attended:
         """As `Call.run`, with the addition."""
         forward, call = self.reader.of(call)
+        call = masks.in_one_dtype(call)
         if self.is_plain(call, forward):
             output = self.plain(call)
             return call.run() if output is None else (output.transpose(1, 2).contiguous(), None)
@@ -93,7 +94,7 @@ class LinearlyBiased(ByDistance):
         device, scale = call.query.device, masks.scale_of(call)
         before, after = self.slopes_of(call.module, device)
         if device.type == "cuda":
-            if has_flash(call) and (self.is_causal or self.slopes is None or torch.equal(*self.slopes)):
+            if has_flash(call) and (self.is_causal or torch.equal(before, after)):
                 return flash_linear(call, scale, before, self.is_causal)
             return flex_linear(call, scale, before, after, self.is_causal)
         if self.is_causal:

@@ -117,7 +117,8 @@ def made_of(cache: Any, layer: Any, states: Tensor, name: str, kind: Any, make: 
     if store is None or not is_same or torch.is_grad_enabled():
         return make(0)
     before, view = store.views.get(name, (None, None))
-    if view is None or before != kind:
+    is_closed = view is not None and view.memory.is_inference() and not torch.is_inference_mode_enabled()
+    if view is None or before != kind or is_closed:
         view = Store(make(0))
         store.views[name] = kind, view
     elif view.filled < store.filled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from hf_posext.errors import PatchError
 ABLE = ("eager", "sdpa")
 """Implementations whose masks are tensors and whose result does not depend on how it is computed."""
 Rows = Callable[[int, int], Tensor]
+
+
+def in_one_dtype(call: Call) -> Call:
+    """A call whose states have one dtype: under autocast rotated ones come in float32 beside values in less."""
+    query, key, value = call.query, call.key, call.value
+    if query.dtype == key.dtype == value.dtype:
+        return call
+    return replace(call, query=query.to(value.dtype), key=key.to(value.dtype))
 
 
 def is_eager(call: Call) -> bool:

@@ -214,6 +214,12 @@ def readers(model: nn.Module) -> list[Reader]:
     return [module.__dict__[OWNER] for module in model.modules() if OWNER in module.__dict__]
 
 
+def own_parameters(model: nn.Module) -> dict[nn.Module, nn.Parameter]:
+    """What adapters have given their modules to be trained."""
+    found = ((module, module._parameters.get(SLOPES)) for module in model.modules())
+    return {module: parameter for module, parameter in found if parameter is not None}
+
+
 def detach(model: nn.Module) -> None:
     """Takes adapters and hooks out of a model; nothing to do where there are none."""
     for module in model.modules():
@@ -222,7 +228,6 @@ def detach(model: nn.Module) -> None:
         reader: Reader | None = module.__dict__.pop(OWNER, None)
         if reader is None:
             continue
-        interface.give_back(reader.configs)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (before_forward, after_forward)]:
                 hooks.pop(key)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from hf_posext.attention.merged import causal_plan, exact_type, run, symmetric_plan
 
@@ -143,34 +144,38 @@ def selected(
         no key gives zeros.
     """
     batch, heads, length, _ = query.shape
-    rows = length
-    if not torch.compiler.is_compiling():
-        rows = max(1, min(length, LOGITS // max(1, batch * heads * key.shape[2])))
-    outputs, kept = [], []
-    for begin in range(0, length, rows) if rows < length else (0,):
-        end = min(begin + rows, length)
-        apart = distance(begin, end)[:, None]
-        logits = torch.where(
-            apart.abs() < window,
-            products(query[:, :, begin:end], key),
-            products(far_query[:, :, begin:end], far_key),
-        )
+    exact = torch.promote_types(query.dtype, torch.float32)
+    key, far_key, value = key.to(exact), far_key.to(exact), value.to(exact)
+
+    def block(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        apart, here = distance(begin, end)[:, None], slice(begin, end)
+        near, far = (products(q[:, :, here].to(exact), k) for q, k in ((query, key), (far_query, far_key)))
+        logits = torch.where(apart.abs() < window, near, far)
         if right_query is not None:
-            logits = torch.where(apart <= -window, products(right_query[:, :, begin:end], far_key), logits)
-        logits = logits.float() * scale
+            logits = torch.where(apart <= -window, products(right_query[:, :, here].to(exact), far_key), logits)
+        logits = logits * scale
         if cap is not None:
             logits = cap * (logits / cap).tanh()
-        share = normalised(logits, seen(begin, end), sinks).to(query.dtype)
+        share = normalised(logits, seen(begin, end), sinks)
         share = drop(share, dropout) if dropout else share
-        outputs.append(mixed(share, value))
-        if weights:
-            kept.append(share)
-    return torch.cat(outputs, 2), torch.cat(kept, 2) if weights else None
+        return mixed(share, value).to(query.dtype), share.to(query.dtype) if weights else share[..., :0]
+
+    compiling = torch.compiler.is_compiling()
+    rows = length if compiling else max(1, min(length, LOGITS // max(1, batch * heads * key.shape[2])))
+    parts = []
+    for begin in range(0, length, rows) if rows < length else (0,):
+        end = min(begin + rows, length)
+        if torch.is_grad_enabled() and not compiling and not weights:  # else the logits of all blocks would be kept
+            parts.append(checkpoint(block, begin, end, use_reentrant=False))
+        else:
+            parts.append(block(begin, end))
+    return torch.cat([each for each, _ in parts], 2), torch.cat([each for _, each in parts], 2) if weights else None
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's CPU kernel computes these, outside of compilation."""
-    return query.device.type == "cpu" and value.shape[-1] == key.shape[-1] and not torch.compiler.is_compiling()
+    is_alike = query.dtype == key.dtype == value.dtype and value.shape[-1] == key.shape[-1]
+    return query.device.type == "cpu" and is_alike and not torch.compiler.is_compiling()
 
 
 def distances(begin: int, end: int, keys: int, device: torch.device) -> Tensor:

@@ -49,6 +49,7 @@ class Remapped:
         forward, call = self.reader.of(call)
         if self.is_within_window(call, forward):
             return call.run()
+        call = masks.in_one_dtype(call)
         if call.options.get("position_bias") is not None:
             raise PatchError(
                 f"{type(call.module).__name__} adds a bias of its own by position, which mapped distances would not "

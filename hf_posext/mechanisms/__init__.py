@@ -123,10 +123,16 @@ def is_finite(site: Site) -> bool:
     return keeper_of(site) is rotary_table
 
 
-def silence(model: nn.Module, site: Site, trained_length: int, target_length: int) -> None:
-    """Makes a site say nothing: rotation by angle 0, or zeros in place of rows."""
+def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None:
+    """Makes a site say nothing: rotation by angle 0, or zeros in place of rows.
+
+    Args:
+        model: the model.
+        site: the site.
+        target_length: rows of a finite table of sines and cosines.
+        more: by how much the length in the config was raised, which is the size of a table of rows.
+    """
     if has_rows(site):
-        more = target_length - trained_length
         grow_columns(model, site, more)
         ROWS[site.mechanism].silence(site, more)
         return

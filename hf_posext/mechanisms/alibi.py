@@ -15,7 +15,7 @@ from hf_posext.mechanisms._scope import Scoped
 
 MECHANISM = "alibi"
 NAMES = ("alibi", "position_bias")  # parameters by which families hand it on
-COMPUTED = "alibi"  # what the method of a model that builds it has in its name
+BUILDERS = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # methods of models that compute it
 
 
 def find(scoped: Scoped) -> list[Site]:
@@ -23,10 +23,12 @@ def find(scoped: Scoped) -> list[Site]:
 
     A module that can rotate as well may get the bias within its mask, where it cannot be told from it.
     """
+    if not any(hasattr(scoped.owner, name) for name in BUILDERS):
+        return []
     name = parameter_of(scoped.module)
     if name is None or any(parameter_of(child) for child in scoped.module.children()):
         return []
-    if "position_embeddings" in inspect.signature(scoped.module.forward).parameters or not builds_bias(scoped.owner):
+    if "position_embeddings" in inspect.signature(scoped.module.forward).parameters:
         return []
     return [Site(MECHANISM, scoped.name, scoped.module, scoped.config, "", name)]
 
@@ -35,11 +37,6 @@ def parameter_of(module: nn.Module) -> str | None:
     """Name of the parameter of its forward that takes a bias."""
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in NAMES if name in parameters), None)
-
-
-def builds_bias(model: nn.Module) -> bool:
-    """Whether a model has a method that builds the bias."""
-    return any(COMPUTED in name for name in dir(type(model)))
 
 
 class BiasHolder:

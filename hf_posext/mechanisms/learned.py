@@ -33,7 +33,7 @@ def find(scoped: Scoped) -> list[Site]:
     known as the model's input embedding.
     """
     module, config = scoped.module, scoped.config
-    if not isinstance(module, nn.Embedding) or is_sinusoid(module.weight) or is_vocabulary(scoped):
+    if not isinstance(module, nn.Embedding) or is_vocabulary(scoped) or is_sinusoid(module.weight):
         return []
     site = Site(MECHANISM, scoped.name, module, config, "", "weight")
     if isinstance(holder_of(module), SilentHolder):  # it may have more rows by now

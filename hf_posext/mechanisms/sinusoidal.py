@@ -21,10 +21,10 @@ def find(scoped: Scoped) -> list[Site]:
     module = scoped.module
     name = "weight" if isinstance(module, nn.Embedding) else BUFFER
     table = getattr(module, name, None)
-    if not torch.is_tensor(table) or not is_sinusoid(table):
-        return []
     width = getattr(scoped.config, "hidden_size", None) or getattr(scoped.config, "d_model", None)
-    return [Site(MECHANISM, scoped.name, module, scoped.config, "", name)] if table.shape[1] == width else []
+    if not torch.is_tensor(table) or table.requires_grad or table.dim() != 2 or table.shape[1] != width:
+        return []
+    return [Site(MECHANISM, scoped.name, module, scoped.config, "", name)] if is_sinusoid(table) else []
 
 
 def is_sinusoid(table: Tensor) -> bool:

@@ -1,11 +1,15 @@
 """Methods that act in attention on top of a patch of frequencies, and nothing on top of them."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from hf_posext import PatchError, patch_model, record_of, unpatch_model
+from hf_posext import PatchError, load_pretrained, patch_model, record_of, unpatch_model
 from tests.dynamic import assert_close, text, whole
-from tests.in_attention import KINDS, make, patch, patched_model
+from tests.in_attention import KINDS, gpt2, make, patch, patched_model, text_for
 from tests.snapshots import differences, snapshot
 
 
@@ -57,3 +61,24 @@ def test_nothing_is_put_on_top_of_no_position() -> None:
     with pytest.raises(PatchError, match=r"Nothing can be put on top of nope.*Unpatch first"):
         patch_model(model, "pi", 2, compose=True)
     assert differences(before, snapshot(model)) == []
+
+
+def test_a_failed_patch_on_top_of_another_leaves_the_implementation_alone() -> None:
+    model = patch_model(make("llama"), "pi", 2)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="4 slopes are needed"):
+        patch_model(model, "alibi", 2, compose=True, slopes=[0.1])
+    assert model.config._attn_implementation == before
+    assert unpatch_model(model).config._attn_implementation == before
+
+
+def test_numbers_of_numpy_are_recorded_as_plain_ones() -> None:
+    model = patch_model(make("llama"), "rerope", 2, window=np.int64(8))
+    assert json.loads(model.config.to_json_string())["posext"]["options"] == {"window": 8}
+
+
+def test_a_table_longer_than_the_length_that_is_given_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    model = patch_model(gpt2(), "nope", 4, original_max_position_embeddings=16)
+    tokens = text_for("gpt2", "nope")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(whole(load_pretrained(tmp_path), tokens), whole(model, tokens))

@@ -10,16 +10,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import DynamicCache
 
 from hf_posext import PatchError, load_pretrained, patch_model, record_of, unpatch_model, write_record
 from tests.architectures import TRAINED_LENGTH, tiny_config
-from tests.dynamic import CACHES, assert_close, has_cache, in_pieces, steps, text, whole
+from tests.dynamic import CACHES, assert_close, cache_name, has_cache, in_pieces, steps, text, whole
 from tests.in_attention import (
     FEW,
     KINDS,
     auto_class,
     loaded_in,
     make,
+    named,
     patch,
     patched_model,
     shared_model,
@@ -269,3 +271,30 @@ def test_embeddings_may_be_given_in_place_of_tokens(kind: str) -> None:
         embedded = model.get_input_embeddings()(tokens)
         found = model(inputs_embeds=embedded, use_cache=False).logits
     assert_close(found, whole(model, tokens))
+
+
+@pytest.mark.parametrize(("row", "kind"), named([("llama", "rerope"), ("gpt_neox", "self_extend"), ("llama", "alibi")]))
+def test_autocast_mixes_no_dtypes(row: str, kind: str) -> None:
+    """Rotated queries and keys come in float32 beside values in half precision."""
+    model, tokens = patched_model(row, kind), text_for(row, kind)
+    expected = whole(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(input_ids=tokens, use_cache=False).logits
+        found.float().square().mean().backward()
+    assert (found.float() - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("kind", ["self_extend_dynamic", "rerope"])
+def test_one_cache_can_be_read_with_and_without_inference_mode(kind: str) -> None:
+    model, tokens = patched_model("llama", kind), text_for("llama", kind)
+    expected, cache = whole(model, tokens), DynamicCache()
+    found = []
+    for place, mode in ((slice(0, 30), torch.no_grad), (slice(30, 31), torch.no_grad)):
+        with mode():
+            found.append(model(input_ids=tokens[:, place], **{cache_name(model): cache}, use_cache=True).logits)
+    for place in range(31, tokens.shape[1]):
+        mode = torch.no_grad if place == tokens.shape[1] - 1 else torch.inference_mode
+        with mode():
+            step = model(input_ids=tokens[:, place : place + 1], **{cache_name(model): cache}, use_cache=True).logits
+            found.append(step.clone())
+    assert_close(torch.cat(found, 1), expected)
