@@ -94,9 +94,8 @@ def patch_model(
             "patch on top of it."
         )
     if earlier is not None and (reading.readers(model) or any(map(mechanisms.is_off, mechanisms.find_sites(model)))):
-        raise PatchError(
-            f"Nothing can be put on top of {earlier.describe()}, which is more than other frequencies. Unpatch first."
-        )
+        reason = "its factor follows the length" if earlier.dynamic else "it is more than other frequencies"
+        raise PatchError(f"Nothing can be put on top of {earlier.describe()}: {reason}. Unpatch first.")
     apply(model, plan)
     if plan.is_active and plan.method.needs_tuning:
         logger.info("A model that was trained with another encoding needs tuning after `%s`.", plan.method.name)
