@@ -130,7 +130,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("self_extend", {"group_size": 0}, ValueError, r"`group_size`.*at least 1.*got 0"),
     ("self_extend", {"group_size": 2.0}, TypeError, r"`group_size`.*whole number.*2\.0"),
     ("self_extend", {"group_size": True}, TypeError, r"`group_size`.*whole number.*True"),
-    ("self_extend", {"group_size": "dynamc"}, ValueError, r"'dynamc'.*Did you mean `dynamic`"),
+    ("self_extend", {"group_size": "dynamics"}, ValueError, r"'dynamics'.*Did you mean `dynamic`"),
     ("self_extend", {"window": 0}, ValueError, r"`window`.*at least 1.*got 0"),
     ("self_extend", {"window": 32}, ValueError, r"`window`.*less than 21.*got 32.*group_size"),
     ("self_extend", {"window": 40, "group_size": "dynamic"}, ValueError, r"`window`.*32.*got 40"),
