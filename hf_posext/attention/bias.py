@@ -15,7 +15,8 @@ from torch.nn.functional import dropout as dropped
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from hf_posext.attention import toeplitz, window
+from hf_posext.attention import cover, toeplitz
+from hf_posext.attention.kernel import takes
 from hf_posext.attention.toeplitz import Bias
 
 Rows = Callable[[int, int], Tensor]
@@ -24,14 +25,8 @@ FEW = 16  # for fewer queries, looking for keys to leave out costs as much as it
 
 
 def is_fast(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's CPU kernel can be called by plans, which are made on the host."""
-    return (
-        not torch.compiler.is_compiling()
-        and query.device.type == "cpu"
-        and query.dtype in FAST
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == value.shape[-1]
-    )
+    """Whether a plan for torch's CPU kernel serves these."""
+    return takes(query, key, value) and query.dtype in FAST
 
 
 def causal_linear(
@@ -67,15 +62,15 @@ def causal_linear(
         past = _past(listed, 1 << (size - 1).bit_length())[..., -size:]
         return scaled_dot_product_attention(query, key, value, past, scale=scale, enable_gqa=True)
     slopes = slopes.detach().float()
-    ramp = torch.outer(slopes, torch.arange(1.0 - size, min(window.FAR, length)))
+    ramp = torch.outer(slopes, torch.arange(1.0 - size, min(cover.FAR, length)))
     ramp[:, size:] = -torch.inf
-    starts, ends = window.everything(heads, length, size, True)
-    steep = window.steep(listed, size, heads // groups) if prune and length >= FEW else range(0)
+    starts, ends = cover.everything(heads, length, size, True)
+    steep = cover.steep(listed, size, heads // groups) if prune and length >= FEW else range(0)
     if steep:
         some, few = slice(steep[0], steep[-1] + 1), slice(steep[0] * groups // heads, (steep[-1] + 1) * groups // heads)
-        starts[some], ends[some] = window.needed(query[:, some], key[:, few], slopes[some], None, scale)
-    whole = window.undivided(starts, listed, length, size)
-    plan = window.plan(starts, ends, length, size, groups, True, whole)
+        starts[some], ends[some] = cover.needed(query[:, some], key[:, few], slopes[some], None, scale)
+    whole = cover.undivided(starts, listed, length, size)
+    plan = cover.plan(starts, ends, length, size, groups, True, whole)
     columns = torch.outer(slopes, torch.arange(size) - size // 2.0)
     return toeplitz.run(query, key, value, Bias(ramp, size - 1, size - length, columns=columns), plan, scale)
 
@@ -113,10 +108,10 @@ def symmetric_linear(
         )[0]
     down = torch.arange(1.0 - length, 1.0)
     ramp = torch.cat([torch.outer(before, down), torch.outer(after, down.flip(0)[1:])], dim=1)
-    starts, ends = window.everything(heads, length, length, False)
-    if prune and length >= FEW and window.steep(torch.maximum(before, after).tolist(), length, 1):
-        starts, ends = window.needed(query, key, before, after, scale)
-    plan = window.plan(starts, ends, length, length, groups, False, [False] * heads)
+    starts, ends = cover.everything(heads, length, length, False)
+    if prune and length >= FEW and cover.steep(torch.maximum(before, after).tolist(), length, 1):
+        starts, ends = cover.needed(query, key, before, after, scale)
+    plan = cover.plan(starts, ends, length, length, groups, False, [False] * heads)
     return toeplitz.run(query, key, value, Bias(ramp, length - 1, 0), plan, scale)
 
 
@@ -138,11 +133,11 @@ def windowed(
         [B, H, L, D of values], differentiable in query, key and value; the work is linear in L.
     """
     (heads, length), (groups, size) = query.shape[1:3], key.shape[1:3]
-    blocks = window.sliding(length, size, width, sinks, causal)
+    blocks = cover.sliding(length, size, width, sinks, causal)
     if length > 1 and is_fast(query, key, value):
-        near, far = window.ramps(size, width, sinks, causal)
+        near, far = cover.ramps(size, width, sinks, causal)
         bias = Bias(near, size - 1, size - length, sinks, far)
-        plan = window.sliding_plan(blocks, heads, groups, size - length, causal, sinks)
+        plan = cover.sliding_plan(blocks, heads, groups, size - length, causal, sinks)
         return toeplitz.run(query, key, value, bias, plan, scale)
     parts = []
     for first, last, begin, end in blocks:
@@ -197,7 +192,7 @@ def masked(
         The output [B, H, L, D of values], and the weights [B, H, L, S] in the dtype of the query, or None.
     """
     found = []
-    for first, last in window.spans(query.shape[2]):
+    for first, last in cover.spans(query.shape[2]):
         block = partial(_attend, scale=scale, rows=partial(rows, first, last), dropout=dropout, weights=weights)
         states = query if last - first == query.shape[2] else query[:, :, first:last]
         if torch.is_grad_enabled() and not weights and not torch.compiler.is_compiling():

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from hf_posext.attention.kernel import attend, attend_backward
+
 NEAR, FAR, RIGHT = range(3)  # views of the queries; the last two meet the far keys
 BLOCK = 192  # queries under one mask: a block of B meets window + B keys, but the kernel multiplies short blocks slowly
 

@@ -15,6 +15,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from hf_posext.attention.kernel import takes
 from hf_posext.attention.merged import causal_plan, exact_type, run, symmetric_plan
 
 Rows = Callable[[int, int], Tensor]
@@ -44,7 +45,7 @@ def two_regions(
     length, keys = query.shape[2], key.shape[2]
     if keys <= window and length in (1, keys):
         return scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scale, enable_gqa=True)
-    if has_kernel(query, key, value):
+    if takes(query, key, value):
         plan = causal_plan(length, keys, window, exact_type(query))
         return run((query, far_query), (key, far_key), value, plan, scale)
     before = keys - length
@@ -88,7 +89,7 @@ def three_regions(
     length = query.shape[2]
     if length <= window:
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
-    if has_kernel(query, key, value):
+    if takes(query, key, value):
         plan = symmetric_plan(length, window, exact_type(query))
         return run((query, far_query, right_query), (key, far_key), value, plan, scale)
 
@@ -170,12 +171,6 @@ def selected(
         else:
             parts.append(block(begin, end))
     return torch.cat([each for each, _ in parts], 2), torch.cat([each for _, each in parts], 2) if weights else None
-
-
-def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's CPU kernel computes these, outside of compilation."""
-    is_alike = query.dtype == key.dtype == value.dtype and value.shape[-1] == key.shape[-1]
-    return query.device.type == "cpu" and is_alike and not torch.compiler.is_compiling()
 
 
 def distances(begin: int, end: int, keys: int, device: torch.device) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_posext.attention.kernel import attend, attend_backward
+
 ROWS = 256  # queries in a block: few enough that little is computed beyond the diagonal
-attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # also gives the logarithm of the sum of weights
-attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Part(NamedTuple):

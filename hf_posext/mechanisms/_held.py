@@ -60,6 +60,17 @@ class Intact:
         raise NotImplementedError
 
 
+class Unheld:
+    """The part of holders that keep no value of their own, but change how a module runs."""
+
+    def rewrite(self, module: nn.Module) -> None:
+        """Nothing: no value is kept."""
+
+    def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
+        """Never asked for: the module has no frequencies."""
+        return torch.empty(0), 1.0
+
+
 def hold(module: nn.Module, holder: Holder) -> None:
     """Makes a module keep the holder's values from now on."""
     module.__dict__["_posext"] = holder

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posext.contract import PositionTable, Site
-from hf_posext.mechanisms._held import hold, holder_of, release
+from hf_posext.mechanisms._held import Unheld, hold, holder_of, release
 from hf_posext.mechanisms._scope import root_model, scoped_modules
 
 LEARNED = "learned"
 UNDO = "_posext_columns"
 
 
-class SilentHolder:
+class SilentHolder(Unheld):
     """What a table keeps that is switched off: its rows stay, and zeros are added instead of them."""
 
     def __init__(self, module: nn.Module, field: str) -> None:
@@ -24,17 +24,10 @@ class SilentHolder:
         self.field = field
         self.rows = getattr(module, field).shape[0]
 
-    def rewrite(self, module: nn.Module) -> None:
-        """Nothing: no value is kept."""
-
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Zeros, [1, 1, W], for positions of any number: what is added to hidden states may be broadcast."""
         rows: Tensor = getattr(module, self.field)
         return rows.new_zeros(1, 1, rows.shape[1])
-
-    def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
-        """Never asked for: the module has no frequencies."""
-        return torch.empty(0), 1.0
 
 
 def read(site: Site, trained_length: int) -> PositionTable:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posext.contract import Host, Site
-from hf_posext.mechanisms._held import hold, holder_of, release
+from hf_posext.mechanisms._held import Unheld, hold, holder_of, release
 from hf_posext.mechanisms._scope import Scoped
 
 MECHANISM = "alibi"
@@ -39,15 +39,12 @@ def parameter_of(module: nn.Module) -> str | None:
     return next((name for name in NAMES if name in parameters), None)
 
 
-class BiasHolder:
+class BiasHolder(Unheld):
     """What an attention module keeps whose bias is switched off."""
 
     def __init__(self, module: nn.Module, field: str) -> None:
         self.original_class = type(module)
         self.field = field
-
-    def rewrite(self, module: nn.Module) -> None:
-        """Nothing: no value is kept."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward with a bias of zeros."""
@@ -56,10 +53,6 @@ class BiasHolder:
         if torch.is_tensor(bias):
             bound.arguments[self.field] = torch.zeros_like(bias)
         return forward(*bound.args, **bound.kwargs)
-
-    def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
-        """Never asked for: the module has no frequencies."""
-        return torch.empty(0), 1.0
 
 
 def read(site: Site, trained_length: int) -> Host:
