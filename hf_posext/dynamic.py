@@ -15,7 +15,7 @@ from hf_posext import mechanisms, probe
 from hf_posext.attention import interface
 from hf_posext.attention.reading import attach
 from hf_posext.attention.scaling import Dynamics, turnings
-from hf_posext.attention.schedule import Schedule
+from hf_posext.attention.schedule import Schedule, steps_for
 from hf_posext.attention.turns import Turning
 from hf_posext.configs import config_parts
 from hf_posext.contract import RotaryChange, Site, Spectrum
@@ -66,6 +66,7 @@ def schedule_of(site: Site, spectrum: Spectrum, plan: Plan) -> Schedule:
         switch_length=mechanisms.short_length(site) or spectrum.trained_length,
         limit=limit if method.is_bounded else math.inf,
         scales_logits=float(most.logit_scale) != 1,
+        steps=steps_for(spectrum.trained_length),
     )
 
 

@@ -32,7 +32,7 @@ def scale_for(model: nn.Module, length: int) -> float:
         length: tokens, at least 1.
 
     Returns:
-        max(1, l / N) in steps of 1/32 of a doubling, at most the factor of the patch; with a patch that does not follow
+        max(1, l / N) in 8 to 32 steps per doubling, at most the factor of the patch; with a patch that does not follow
         the length its factor, whatever the length.
 
     Raises:

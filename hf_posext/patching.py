@@ -64,9 +64,9 @@ def patch_model(
         factor: s = T / N, a finite number >= 1, relative to the model as given; 1 changes no bit of any output.
         target_length: T in tokens, in place of `factor`.
         original_max_position_embeddings: N in tokens, where the config does not say it or says it wrong.
-        dynamic: the factor follows the length l, s = max(1, l / N) in 32 steps per doubling up to `factor`: l of each
-            token in causal models (its position + 1, padding left out), of each row in encoders. Text of at most N
-            tokens is read as by the unpatched model, to the last bit, and decoding with a cache equals one full pass.
+        dynamic: the factor follows the length l, s = max(1, l / N) in 8 to 32 steps per doubling up to `factor`: l of
+            each token in causal models (its position + 1, padding left out), of each row in encoders. Text of at most
+            N tokens is read as by the unpatched model, to the last bit, and decoding with a cache equals one full pass.
             `dynamic_ntk`, and `longrope` with two lists, are dynamic by nature.
         scale: with `dynamic`, "live" or "frozen": one scale for a call of `generate`, that of prompt and new tokens.
         layers: "full" leaves the layers with a sliding window alone, "all" stretches both kinds.

@@ -12,15 +12,30 @@ from torch import Tensor
 from hf_posext.contract import Spectrum
 
 STEPS = 32  # scales per doubling of the length
+FEWEST, TOKENS = 8, 256  # steps per doubling at least, and tokens of a step where so many steps are left
 
 
-def stepped(scale: Tensor) -> Tensor:
-    """Scales >= 1 rounded up to one of 32 steps per doubling: 1, 33/32, 34/32, ..., 2, 66/32, 68/32, ...
+def steps_for(trained_length: int) -> int:
+    """Scales per doubling of the length: 32, or fewer where a step of N tokens and more would have less than 256.
 
-    Tokens of one step share their keys' rotation, which is what keeps a long prompt as cheap as with a fixed factor.
+    A block of that many queries keeps a long prompt as cheap as with a fixed factor. Where N is too short for 8 such
+    steps, prompts are short as well, and steps are as fine as they can be.
+    """
+    fitting = trained_length // TOKENS
+    return STEPS if fitting < FEWEST else min(STEPS, 1 << (fitting.bit_length() - 1))
+
+
+def stepped(scale: Tensor, steps: int = STEPS) -> Tensor:
+    """Scales >= 1 rounded up to one of some steps per doubling: with 32 of them 1, 33/32, ..., 2, 66/32, 68/32, ...
+
+    Tokens of one step share their keys' rotation.
+
+    Args:
+        scale: of any shape, floating.
+        steps: a power of two.
     """
     mantissa, exponent = torch.frexp(scale)  # mantissa in [1/2, 1)
-    return torch.ldexp((mantissa * 2 * STEPS).ceil() / (2 * STEPS), exponent)
+    return torch.ldexp((mantissa * 2 * steps).ceil() / (2 * steps), exponent)
 
 
 @dataclass
@@ -37,6 +52,7 @@ class Schedule:
         switch_length: up to which length `base` is in force: N, or less where the checkpoint itself switches before.
         limit: largest scale, infinite for none.
         scales_logits: whether a logit scale other than 1 ever occurs.
+        steps: scales per doubling of the length.
         memo: what -> its arguments and value, the last of each kind.
     """
 
@@ -49,11 +65,12 @@ class Schedule:
     switch_length: int
     limit: float
     scales_logits: bool
+    steps: int = STEPS
     memo: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def scale(self, lengths: Tensor) -> Tensor:
         """s = max(1, l / N) in steps, at most the limit: float64, of the shape of `lengths`."""
-        return stepped((lengths.double() / self.trained_length).clamp(min=1)).clamp(max=self.limit)
+        return stepped((lengths.double() / self.trained_length).clamp(min=1), self.steps).clamp(max=self.limit)
 
     def level(self, lengths: Tensor) -> Tensor:
         """A number that two lengths share exactly if the same frequencies are in force, 0 for those of short text."""

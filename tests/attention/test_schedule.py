@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from hf_posext.attention.schedule import STEPS, Schedule, stepped
+from hf_posext.attention.schedule import STEPS, Schedule, stepped, steps_for
 from hf_posext.contract import Spectrum
 from hf_posext.methods import get_method
 from tests import reference
@@ -126,3 +126,21 @@ def test_a_temperature_on_the_logits_goes_there() -> None:
     _, ratio, logit = schedule("yarn", temperature="logits").differences(torch.tensor([32, 64]))
     assert ratio.tolist() == [1.0, 1.0]
     torch.testing.assert_close(logit.double(), torch.tensor([1, reference.yarn_attention_factor(2) ** 2]).double())
+
+
+@pytest.mark.parametrize(
+    ("trained", "steps"),
+    [(1, 32), (32, 32), (256, 32), (2047, 32), (2048, 8), (4095, 8), (4096, 16), (8191, 16), (8192, 32), (131072, 32)],
+)
+def test_a_step_has_256_tokens_where_that_leaves_8_steps(trained: int, steps: int) -> None:
+    assert steps_for(trained) == steps
+
+
+@pytest.mark.parametrize("steps", [8, 16, 32])
+def test_fewer_steps_are_rounded_up_to_as_well(steps: int) -> None:
+    scales = torch.linspace(1, 9, 4097, dtype=torch.float64)
+    found = stepped(scales, steps)
+    doubling = 2 ** scales.log2().floor()
+    assert bool((found >= scales).all())
+    assert bool((found - scales < doubling / steps).all())
+    assert bool(((found / doubling * steps).frac() == 0).all())
