@@ -128,7 +128,7 @@ def test_methods_of_a_learned_table_are_those_that_switch_it_off(posext: Any, le
         ("self_extend", {"group_size": None, "window": None, "logn": False}),
         ("rerope", {"window": None, "logn": False}),
         ("leaky_rerope", {"window": None, "slope": None, "logn": False}),
-        ("alibi", {"slopes": None, "bias_max": 8.0, "asymmetric": False}),
+        ("alibi", {"slopes": None, "bias_max": 8.0, "asymmetric": False, "learned": False}),
         ("nope", {}),
         ("window", {"width": None, "sinks": 0}),
     ],

@@ -46,7 +46,7 @@ BAD = {
         "'x'",
         "`dynamic`, `a whole number`",
     ),
-    "no slope": ([*PATCH, "--method", "leaky_rerope", "--factor", "4", "--option", "slope=2"], "got 2", "from 0 to 1"),
+    "no slope": ([*PATCH, "--method", "leaky_rerope", "--factor", "4", "--option", "slope=2"], "got 2", "below 1"),
     "slopes of other heads": (
         [*PATCH, "--method", "alibi", "--factor", "4", "--option", "slopes=[1, 2]"],
         "got 2",
