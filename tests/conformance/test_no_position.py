@@ -84,7 +84,7 @@ def test_an_encoder_without_positions_gives_the_same_in_another_order(family: st
         "bert": {},
         "roberta": {"max_position_embeddings": 34, "pad_token_id": 1},
         "distilbert": {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
-        "modernbert": {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attention"] * 2},
+        "modernbert": {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attention", "sliding_attention"]},
     }[family]
     common = {
         "vocab_size": VOCABULARY,
@@ -100,7 +100,7 @@ def test_an_encoder_without_positions_gives_the_same_in_another_order(family: st
         common = {name: common[name] for name in ("vocab_size", "max_position_embeddings", "initializer_range")}
     model, tokens = build("AutoModelForMaskedLM", family, {**common, **settings}), text()
     order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(4))
-    hf_posext.patch_model(model, "nope", 2, layers="all")  # before 5.24 ModernBERT has sliding layers in any case
+    hf_posext.patch_model(model, "nope", 2, layers="all")  # ModernBERT has sliding layers as well
     logits, moved = model(input_ids=tokens).logits, model(input_ids=tokens[:, order]).logits
     torch.testing.assert_close(logits[:, order], moved, rtol=0, atol=2e-5)
 
