@@ -45,8 +45,12 @@ def causal_linear(
     Returns:
         [B, H, L, D of values], differentiable in query, key and value.
     """
+    fast = is_fast(query, key, value)
+    if fast and query.shape[2] == 1:
+        past = _past(tuple(slopes.tolist()), key.shape[2])
+        return scaled_dot_product_attention(query, key, value, past, scale=scale, enable_gqa=True)
     (heads, length), (groups, size) = query.shape[1:3], key.shape[1:3]
-    if not is_fast(query, key, value):
+    if not fast:
         slopes = slopes.detach()
         places = torch.arange(size, device=query.device)[None]
 
@@ -58,9 +62,6 @@ def causal_linear(
 
         return masked(query, key, value, scale, rows)[0]
     listed = tuple(slopes.tolist())
-    if length == 1:
-        past = _past(listed, 1 << (size - 1).bit_length())[..., -size:]
-        return scaled_dot_product_attention(query, key, value, past, scale=scale, enable_gqa=True)
     slopes = slopes.detach().float()
     ramp = torch.outer(slopes, torch.arange(1.0 - size, min(cover.FAR, length)))
     ramp[:, size:] = -torch.inf
@@ -75,9 +76,16 @@ def causal_linear(
     return toeplitz.run(query, key, value, Bias(ramp, size - 1, size - length, columns=columns), plan, scale)
 
 
-@lru_cache(maxsize=4)  # all layers and steps of a generation ask for the same
+@lru_cache(maxsize=4)  # all layers of a step ask for the same
 def _past(slopes: tuple[float, ...], size: int) -> Tensor:
-    """[1, H, 1, size]: the bias of the last query for the last `size` keys; good for training, too."""
+    """[1, H, 1, size]: the bias of the last query for the last `size` keys."""
+    with torch.inference_mode(False):  # so that it can be trained with later
+        return _long_past(slopes, 1 << (size - 1).bit_length())[..., -size:]
+
+
+@lru_cache(maxsize=4)  # all steps of a generation ask for the same
+def _long_past(slopes: tuple[float, ...], size: int) -> Tensor:
+    """`_past` for some keys more."""
     with torch.inference_mode(False):
         return torch.outer(torch.tensor(slopes), torch.arange(1.0 - size, 1.0))[None, :, None]
 
