@@ -36,8 +36,8 @@ class Plan:
     sites: list[Site]
     readings: list[Reading]
     changes: list[Change]
-    window: Window | None = None
-    stated_length: int = 0
+    window: Window | None
+    stated_length: int
 
     @property
     def config_length(self) -> int:
@@ -73,11 +73,6 @@ class Plan:
     def _differs(self) -> list[bool]:
         pairs = zip(self.readings, self.changes, strict=True)
         return [self.factor != 1 and not is_identity(reading, change) for reading, change in pairs]
-
-    def active(self, sites: list[Site]) -> tuple[list[Site], list[Change]]:
-        """The given sites (those of the plan, looked up again) that change, and their changes."""
-        rows = [row for row in zip(sites, self.changes, self._differs, strict=True) if row[2]]
-        return [site for site, _, _ in rows], [change for _, change, _ in rows]
 
     def rotary(self, sites: list[Site]) -> tuple[list[Site], list[Spectrum], list[RotaryChange]]:
         """Sites that get new frequencies, with what each was and what it becomes."""
@@ -134,19 +129,19 @@ def make_plan(
             f"`scale`={scaling!r} has a meaning only for a factor that follows the length. Give dynamic=True too."
         )
     return Plan(
-        chosen,
-        options,
-        scale,
-        length,
-        target,
-        layers,
-        follows,
-        scaling,
-        sites,
-        readings,
-        changes,
-        window,
-        stated_length(root.config),
+        method=chosen,
+        options=options,
+        factor=scale,
+        trained_length=length,
+        target_length=target,
+        layers=layers,
+        dynamic=follows,
+        scale=scaling,
+        sites=sites,
+        readings=readings,
+        changes=changes,
+        window=window,
+        stated_length=stated_length(root.config),
     )
 
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_posext.attention import cover, toeplitz
 from hf_posext.attention.kernel import takes
 from hf_posext.attention.toeplitz import Bias
+from hf_posext.attention.weights import Rows, mixed, normalised, products
 
-Rows = Callable[[int, int], Tensor]
 FAST = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 16  # for fewer queries, looking for keys to leave out costs as much as it saves
 
@@ -222,12 +222,6 @@ def _attend(
     if query.device.type == "cpu" and query.dtype in FAST and same and not (dropout or weights or bias.requires_grad):
         return scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=True), None
     dtype = torch.promote_types(query.dtype, torch.float32)
-    groups, (batch, heads, length, _) = key.shape[1], query.shape
-    logits = query.reshape(batch, groups, -1, query.shape[-1]).to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-    logits = logits.reshape(batch, heads, length, -1)
-    seen = bias > -torch.inf
-    logits = (logits + bias.where(seen, 0)).where(seen | ~seen.any(-1, keepdim=True), -torch.inf)
-    shares = logits.softmax(-1).where(seen, 0).to(query.dtype)
+    shares = normalised(products(query.to(dtype), key.to(dtype)) * scale, bias).to(query.dtype)
     shares = dropped(shares, dropout) if dropout else shares
-    output = shares.to(value.dtype).reshape(batch, groups, -1, shares.shape[-1]) @ value
-    return output.reshape(batch, heads, length, -1), shares if weights else None
+    return mixed(shares.to(value.dtype), value), shares if weights else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +13,11 @@ from hf_posext.attention.bias import causal_linear, distance_bias, masked, symme
 from hf_posext.attention.gpu import flash_linear, flex_linear, has_flash
 from hf_posext.attention.interface import Attended, Call
 from hf_posext.attention.reading import SLOPES, Forward, Reader
+from hf_posext.attention.weights import Rows
 
 
 @dataclass
-class ByDistance:
+class ByDistance(ABC):
     """Attention with something added to each logit that depends on its head and distance."""
 
     reader: Reader
@@ -46,10 +48,11 @@ class ByDistance:
         """Whether `plain` may compute a call."""
         return masks.is_plain(call, forward, self.is_causal)
 
+    @abstractmethod
     def plain(self, call: Call) -> Tensor | None:
         """[B, H, L, D of values] where no mask hides anything and positions have no gaps; None: nothing is added."""
-        raise NotImplementedError
 
+    @abstractmethod
     def added(self, module: nn.Module, query_places: Tensor, key_places: Tensor) -> Tensor:
         """What is added to logits, [B or 1, H or 1, l, S] float32, -inf where a key is not seen.
 
@@ -58,9 +61,8 @@ class ByDistance:
             query_places: [B or 1, l] int64.
             key_places: [B or 1, S] int64.
         """
-        raise NotImplementedError
 
-    def rows(self, call: Call, forward: Forward) -> masks.Rows:
+    def rows(self, call: Call, forward: Forward) -> Rows:
         """Addition and mask of some queries: begin, end -> [B or 1, H or 1, end - begin, S] float32."""
         query_places, key_places = masks.places(call, forward)
         mask = masks.additive(call, self.is_causal)
@@ -78,22 +80,25 @@ class LinearlyBiased(ByDistance):
     """ALiBi: logits minus slope x distance.
 
     Attributes:
-        slopes: of each head for keys before and behind the query, [2, H] float32 on the CPU, which no cast of the model
-            rounds; None where they are a parameter of the module.
+        slopes: of each head for keys before and behind the query, [2, H] float32, which no cast of the model rounds;
+            None where they are a parameter of the module.
     """
 
     slopes: Tensor | None
 
     def slopes_of(self, module: nn.Module, device: torch.device) -> Tensor:
         """[2, H] float32."""
-        slopes = getattr(module, SLOPES) if self.slopes is None else self.slopes
-        return slopes.float().to(device)
+        if self.slopes is None:
+            return getattr(module, SLOPES).float()
+        if self.slopes.device != device:
+            self.slopes = self.slopes.to(device)  # once, to where the model is
+        return self.slopes
 
     def plain(self, call: Call) -> Tensor:
         """As `ByDistance.plain`."""
         device, scale = call.query.device, masks.scale_of(call)
         before, after = self.slopes_of(call.module, device)
-        if device.type == "cuda":
+        if device.type == "cuda" and call.query.shape[2] > 1:
             if has_flash(call) and (self.is_causal or torch.equal(before, after)):
                 return flash_linear(call, scale, before, self.is_causal)
             return flex_linear(call, scale, before, after, self.is_causal)

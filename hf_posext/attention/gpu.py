@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import compile_friendly_flex_attention
 from transformers.utils import is_flash_attn_2_available
 
@@ -31,7 +33,6 @@ def flash_linear(call: Call, scale: float, slopes: Tensor, is_causal: bool) -> T
     from flash_attn import flash_attn_func
 
     query, key, value = (states.transpose(1, 2) for states in (call.query, call.key, call.value))
-    slopes = slopes.to(query.device)
     output = flash_attn_func(query, key, value, softmax_scale=scale, causal=is_causal, alibi_slopes=slopes)
     return output.transpose(1, 2)
 
@@ -48,23 +49,30 @@ def flex_linear(call: Call, scale: float, before: Tensor, after: Tensor, is_caus
     """
     length, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
     ahead = keys - length  # the last query stands on the last key
-    before, after = before.to(device), after.to(device)
 
     def biased(logit: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + ahead - key
         return logit - torch.where(distance >= 0, before[head] * distance, -after[head] * distance)
-
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key <= query + ahead
 
     output = compile_friendly_flex_attention(
         call.query,
         call.key,
         call.value,
         score_mod=biased,
-        block_mask=create_block_mask(seen, None, None, length, keys, device=device) if is_causal else None,
+        block_mask=causal_blocks(length, keys, device) if is_causal else None,
         scale=scale,
         enable_gqa=call.query.shape[1] != call.key.shape[1],
         training=call.module.training,
     )
     return output[0] if isinstance(output, tuple) else output
+
+
+@lru_cache(maxsize=4)  # all layers of a forward ask for the same
+def causal_blocks(length: int, keys: int, device: torch.device) -> BlockMask:
+    """Each query sees the keys up to its own; the last query stands on the last key."""
+    ahead = keys - length
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query + ahead
+
+    return create_block_mask(seen, None, None, length, keys, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_posext.attention.blocks import causal
 from hf_posext.attention.interface import Call
 from hf_posext.attention.reading import Forward
+from hf_posext.attention.weights import Rows
 from hf_posext.errors import PatchError
 
 ABLE = ("eager", "sdpa")
 """Implementations whose masks are tensors and whose result does not depend on how it is computed."""
-Rows = Callable[[int, int], Tensor]
 
 
 def in_one_dtype(call: Call) -> Call:
@@ -118,9 +117,8 @@ def additive(call: Call, is_causal: bool) -> Rows:
         if mask is None or mask.dim() == 2:
             hidden = torch.zeros(1, 1, 1, keys, dtype=torch.bool, device=device)
             if is_causal and length > 1:
-                ahead = (
-                    0 if mask is None else keys - length
-                )  # without a mask, sdpa has the first query on the first key
+                # without a mask, sdpa has the first query on the first key
+                ahead = 0 if mask is None else keys - length
                 hidden = ~causal_rows(begin + ahead, end + ahead, keys, device)
             return hidden_where(hidden if mask is None else hidden | (mask == 0)[:, None, None, -keys:])
         part = mask[..., begin:end, :] if mask.shape[-2] > 1 else mask

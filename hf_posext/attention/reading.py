@@ -201,7 +201,6 @@ def attach(owner: nn.Module, reader: Reader, adapters: Mapping[nn.Module, Adapte
     owner.__dict__[OWNER] = reader
     owner.register_forward_pre_hook(before_forward, with_kwargs=True)
     owner.register_forward_hook(after_forward, always_call=True)
-    interface.choose(reader.configs, reader.able)
 
 
 def adapters(model: nn.Module) -> list[Adapter]:

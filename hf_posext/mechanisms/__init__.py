@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor, nn
 
 from hf_posext.contract import Host, PositionTable, RotaryChange, Site, Spectrum
 from hf_posext.mechanisms import alibi, learned, rotary, rotary_table, sinusoidal
 from hf_posext.mechanisms._held import holder_of
-from hf_posext.mechanisms._rows import grow_columns, shrink_columns
+from hf_posext.mechanisms._rows import shrink_columns
 from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
 ]
 
 KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal, alibi]
-ROWS = {learned.MECHANISM: learned, sinusoidal.MECHANISM: sinusoidal}
 
 
 def find_sites(model: nn.Module) -> list[Site]:
@@ -63,12 +61,10 @@ def looks_positional(module: nn.Module) -> bool:
 
 
 def keeper_of(site: Site) -> ModuleType:
-    """The file that reads and writes a site."""
-    if has_rows(site):
-        return ROWS[site.mechanism]
-    if site.mechanism == alibi.MECHANISM:
-        return alibi
-    return rotary if site.field.endswith(rotary.SUFFIX) else rotary_table
+    """The file that reads and writes a site: that of its mechanism, of which rotary has two."""
+    if site.mechanism == rotary.MECHANISM and not site.field.endswith(rotary.SUFFIX):
+        return rotary_table
+    return next(keeper for keeper in KEEPERS if site.mechanism == keeper.MECHANISM)
 
 
 def read(site: Site, trained_length: int) -> Spectrum | PositionTable | Host:
@@ -108,7 +104,7 @@ def write(site: Site, change: RotaryChange, target_length: int) -> None:
 
 def has_rows(site: Site) -> bool:
     """Whether a site is a table of rows that are added to hidden states."""
-    return site.mechanism in ROWS
+    return site.mechanism in (learned.MECHANISM, sinusoidal.MECHANISM)
 
 
 def is_off(site: Site) -> bool:
@@ -132,15 +128,7 @@ def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None
         target_length: rows of a finite table of sines and cosines.
         more: by how much the length in the config was raised, which is the size of a table of rows.
     """
-    if has_rows(site):
-        grow_columns(model, site, more)
-        ROWS[site.mechanism].silence(site, more)
-        return
-    if site.mechanism == alibi.MECHANISM:
-        alibi.silence(site)
-        return
-    spectrum = read_spectrum(site, 1)
-    write(site, RotaryChange(torch.zeros_like(spectrum.inv_freq), spectrum.attention_scaling), target_length)
+    keeper_of(site).silence(model, site, target_length, more)
 
 
 def restore(site: Site) -> None:
@@ -156,9 +144,4 @@ def reset(model: nn.Module, site: Site, more: int) -> None:
         site: as it was found before the config was set.
         more: positions that a patch gave it beyond those that the config has now.
     """
-    if has_rows(site):
-        if more:
-            grow_columns(model, site, -more)
-            ROWS[site.mechanism].reset(site, more)
-    else:
-        keeper_of(site).reset(site)
+    keeper_of(site).reset(model, site, more)

@@ -7,6 +7,7 @@ float64 outside of any buffer, after whatever replaced them. Its holder says how
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module) if holder is None else holder.original_class
 
 
-class Intact:
+class Intact(ABC):
     """The part of holders whose modules run as their class does, once buffers that something replaced are rewritten."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,13 +52,13 @@ class Intact:
             self.rewrite(module)
         return forward(module, *args, **kwargs)
 
+    @abstractmethod
     def is_intact(self, module: nn.Module) -> bool:
         """Whether no buffer was replaced behind the module's back (mixed precision that casts `buffer.data`)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rewrite(self, module: nn.Module) -> None:
         """As `Holder.rewrite`."""
-        raise NotImplementedError
 
 
 class Unheld:

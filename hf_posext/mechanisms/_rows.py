@@ -37,11 +37,12 @@ def read(site: Site, trained_length: int) -> PositionTable:
     return PositionTable(rows if holder is None else holder.rows, width, trained_length)
 
 
-def silence(site: Site, more: int) -> None:
+def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None:
     """Switches the site off; a learned table gets so many more rows, of zeros, as the length in the config says then.
 
     Without them plain transformers could not load what is saved. Sinusoids it computes itself.
     """
+    grow_columns(model, site, more)
     if holder_of(site.module) is None:
         hold(site.module, SilentHolder(site.module, site.field))
     rows = getattr(site.module, site.field)
@@ -60,8 +61,11 @@ def restore(site: Site) -> None:
         put_rows(site, rows.detach()[: holder.rows].clone())
 
 
-def reset(site: Site, more: int) -> None:
+def reset(model: nn.Module, site: Site, more: int) -> None:
     """Takes away the rows that a table was given when it was switched off, before it was saved."""
+    if more == 0:
+        return
+    grow_columns(model, site, -more)
     rows = getattr(site.module, site.field)
     if site.mechanism == LEARNED:
         put_rows(site, rows.detach()[: len(rows) - more].clone())

@@ -60,7 +60,7 @@ def read(site: Site, trained_length: int) -> Host:
     return Host(trained_length)
 
 
-def silence(site: Site) -> None:
+def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None:
     """Switches the bias off."""
     if holder_of(site.module) is None:
         hold(site.module, BiasHolder(site.module, site.field))
@@ -72,5 +72,5 @@ def restore(site: Site) -> None:
         release(site.module)
 
 
-def reset(site: Site) -> None:
+def reset(model: nn.Module, site: Site, more: int) -> None:
     """Nothing: the bias is computed in each forward."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from numbers import Real
 
-from hf_posext.arguments import check_flag, check_length, check_within
+from hf_posext.arguments import check_flag
 from hf_posext.contract import Remap, Spectrum
 from hf_posext.methods.registry import method
-from hf_posext.methods.self_extend import ROOM, default_window
+from hf_posext.methods.self_extend import ROOM, near_window
 
 rerope = method(
     "rerope",
@@ -36,8 +36,7 @@ def clipped(spectrum: Spectrum, factor: float, *, window: int | None = None, log
 
     Source: Su 2023, kexue.fm/archives/9708.
     """
-    near = default_window(spectrum.trained_length, 2) if window is None else check_length("window", window)
-    check_within("window", near, spectrum.trained_length, factor)
+    near = near_window(spectrum, factor, window, 2)
     return Remap(near, 0, 0.0, spectrum.trained_length, logn=check_flag("logn", logn))
 
 
@@ -65,8 +64,7 @@ def slowed(
     Source: Su 2023, kexue.fm/archives/9708.
     """
     length = spectrum.trained_length
-    near = default_window(length, 2) if window is None else check_length("window", window)
-    check_within("window", near, length, factor)
+    near = near_window(spectrum, factor, window, 2)
     return Remap(near, 0, slope_for(slope, near, length, factor), length, logn=check_flag("logn", logn))
 
 

@@ -47,8 +47,7 @@ def rotary(
     Source: SelfExtend (arXiv 2401.01325), sec. 3, eq. 3 and 4.
     """
     length = spectrum.trained_length
-    near = default_window(length, 4) if window is None else check_length("window", window)
-    check_within("window", near, length, factor)
+    near = near_window(spectrum, factor, window, 4)
     if group_size is not None and group_size != DYNAMIC:
         if isinstance(group_size, str):
             raise ValueError(unknown("value of `group_size`:", group_size, [DYNAMIC, "a whole number"]))
@@ -73,6 +72,12 @@ def group_for(tokens: float, window: int, room: Fraction | int) -> int:
     return max(1, math.ceil(Fraction(tokens - window) / (room - window)))
 
 
-def default_window(trained_length: int, share: int) -> int:
-    """A part of N, at least one token."""
-    return max(1, trained_length // share)
+def near_window(spectrum: Spectrum, factor: float, window: object, share: int) -> int:
+    """The window that was given, else N / share, in tokens.
+
+    Raises:
+        TypeError, ValueError: not a whole number of tokens, or no distance in the text is as long.
+    """
+    length = spectrum.trained_length
+    near = max(1, length // share) if window is None else check_length("window", window)
+    return check_within("window", near, length, factor)
