@@ -1,5 +1,6 @@
 """What holds for every test: one thread, fixed seeds, no network, and nothing logged by transformers goes unseen."""
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -42,3 +43,12 @@ def host_logs(request: pytest.FixtureRequest) -> Iterator[Lines]:
         yield lines
     if lines.complaints() and request.node.get_closest_marker("transformers_logs") is None:
         pytest.fail("transformers logged:\n" + "\n".join(lines.complaints()), pytrace=False)
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing compiled before; and pytest does not collect the compiler's own trace, which takes most of the time."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,8 +1,6 @@
 """A factor that follows the length under `torch.compile`: one graph, right results, no compilation for every length."""
 
 import inspect
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +15,7 @@ from tests.architectures import tiny_config, tiny_inputs
 LENGTH, PROMPT = 48, 46
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing compiled before; and pytest does not collect the compiler's own trace, which takes most of the time."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def stretched(layers: int = 1):

@@ -1,7 +1,5 @@
 """Invariant 9 for methods that act in attention: `torch.compile` makes one graph of a patched model, a right one."""
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +9,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hf_posext import PatchError, unpatch_model
 from tests.dynamic import CACHES, assert_close, cache_name, has_cache, in_pieces, text, whole
 from tests.in_attention import make, named, patch, text_for
-
-
-@pytest.fixture
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing compiled before; and pytest does not collect the compiler's own trace, which takes most of the time."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
 
 COMPILED = [
     ("llama", "alibi"),
@@ -41,7 +29,7 @@ def one_layer(row: str, kind: str) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("row", "kind"), named(COMPILED))
 def test_a_patched_model_compiles_as_one_graph(row: str, kind: str) -> None:
     """One pass, and steps with a static cache."""
@@ -59,7 +47,7 @@ def test_a_patched_model_compiles_as_one_graph(row: str, kind: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_padded_rows_are_right_in_a_traced_graph() -> None:
     model, tokens = one_layer("llama", "window_sinks"), text(batch=2)
     mask = torch.ones_like(tokens)
@@ -70,7 +58,7 @@ def test_padded_rows_are_right_in_a_traced_graph() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_group_that_follows_the_length_is_not_compiled() -> None:
     compiled = torch.compile(one_layer("llama", "self_extend_dynamic"), fullgraph=True, dynamic=False, backend="eager")
     refused = PatchError, torch._dynamo.exc.Unsupported  # what a compiler makes of an error while it traces
@@ -79,7 +67,7 @@ def test_a_group_that_follows_the_length_is_not_compiled() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_graph_does_not_outlive_the_patch() -> None:
     model = unpatch_model(one_layer("llama", "alibi"))
     before = whole(model, text(20))

@@ -1,8 +1,6 @@
 """Invariant 9 for methods that act in attention: casts, copies, adapters, training, compilation and meta devices."""
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from transformers import DynamicCache
 
 from hf_posext import PatchError, load_pretrained, patch_model, record_of, unpatch_model, write_record
 from tests.architectures import TRAINED_LENGTH, tiny_config
+from tests.copies import through_pickle, through_torch_save
 from tests.dynamic import CACHES, assert_close, cache_name, has_cache, in_pieces, steps, text, whole
 from tests.in_attention import (
     FEW,
@@ -29,19 +28,6 @@ from tests.in_attention import (
     text_for,
 )
 from tests.snapshots import snapshot
-
-
-def through_pickle(model: Any) -> Any:
-    """A copy by way of `pickle`."""
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch_save(model: Any) -> Any:
-    """A copy by way of `torch.save` of the whole model."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize(("row", "kind"), FEW)

@@ -1,8 +1,6 @@
 """Invariant 9: casts, copies, moves, loading and initialisation keep the patch right."""
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,25 +11,13 @@ from hf_posext import patch_model, record_of, unpatch_model
 from hf_posext.mechanisms import find_sites
 from tests import special_models
 from tests.architectures import tiny_config, tiny_model
+from tests.copies import through_pickle, through_torch_save
 from tests.methods import patch_row
 from tests.snapshots import differences, logits_of, snapshot
 
 KINDS = ("llama", "gemma3", "gpt_neox", "gptj", "roformer", "llama_longrope", "deepseek_v3")
 """One row for each way in which a position encoding is kept."""
 BUFFERS = ("llama", "gemma3", "gpt_neox", "llama_longrope", "qwen2_vl")
-
-
-def through_pickle(model: Any) -> Any:
-    """A copy by way of `pickle`."""
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch_save(model: Any) -> Any:
-    """A copy by way of `torch.save` of the whole model."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def exact_frequencies(architecture: str, method: str = "yarn") -> dict[str, torch.Tensor]:
