@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posext.compat import text_configs
-from hf_posext.lengths import length_fields
+from hf_posext.lengths import length_fields, side_fields
 from hf_posext.mechanisms import root_model
 
 ABSENT = "<absent>"
@@ -67,10 +67,15 @@ def fields_before(root: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """Path of each text config -> the fields that a patch may write, as they are now."""
     wanted = {type(config) for config in text_configs(root.config)}
     return {
-        path: {name: copy.deepcopy(getattr(config, name, None)) for name in (*length_fields(config), "rope_parameters")}
+        path: {name: copy.deepcopy(getattr(config, name, None)) for name in written_fields(config)}
         for path, config in config_tree(root.config)
         if type(config) in wanted
     }
+
+
+def written_fields(config: PreTrainedConfig) -> list[str]:
+    """Names of the fields that a patch may write."""
+    return [*length_fields(config), *side_fields(config), "rope_parameters"]
 
 
 def set_fields(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:

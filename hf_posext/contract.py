@@ -93,14 +93,21 @@ class PositionTable:
     """What a site of learned or sinusoidal rows reads as.
 
     Attributes:
-        rows: rows, reserved ones in front included.
-        width: channels of a row.
-        trained_length: N in tokens, of the model as given.
+        rows: [N, W] float64 on CPU, one for each position; rows that stand for no position are left out.
+        reserved: how many of those there are, in front.
+        target_length: rows that the table is to have for positions, 0 where only its present ones are asked for.
+        at: what the table says at any positions, [P] float64 -> [P, W] float64; None where only its rows are known.
     """
 
-    rows: int
-    width: int
-    trained_length: int
+    rows: Tensor
+    reserved: int
+    target_length: int = 0
+    at: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def trained_length(self) -> int:
+        """N in tokens, of this table."""
+        return len(self.rows)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,58 @@ class Host:
 
 
 Reading = Spectrum | PositionTable | Host
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """What a method makes of a table of positions.
+
+    Attributes:
+        rows: [T, W] float64, one for each position.
+        old: [T] int64, the old row that each new one is to the last bit, -1 where it is another.
+        is_fixed: whether the rows are a formula rather than weights, and are never trained.
+        freezes_old: whether training leaves rows alone that are old ones.
+    """
+
+    rows: Tensor
+    old: Tensor
+    is_fixed: bool = False
+    freezes_old: bool = False
+
+    @property
+    def keeps_short(self) -> bool:
+        """Whether text that the old table had rows for is read as before."""
+        count = int(self.old.max()) + 1
+        return count > 0 and torch.equal(self.old[:count], torch.arange(count))
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether old rows stand at other positions than before."""
+        return bool((self.old > 0).any()) and not self.keeps_short
+
+
+@dataclass(frozen=True)
+class BucketedBias(TableChange):
+    """The table becomes longer, and the logits get a bias that is learned for each head and bucket of distances.
+
+    Attributes:
+        buckets: of distances, half of them for keys behind the query in bidirectional attention.
+        max_distance: in tokens, from which on all distances share a bucket.
+    """
+
+    buckets: int = 32
+    max_distance: int = 128
+
+
+@dataclass(frozen=True)
+class DistanceChange:
+    """Distances are divided before a bias is made of them: slopes of a linear bias by s, buckets of d / s.
+
+    Attributes:
+        divisor: s, a number or [B] or [B, L] for one per row or token.
+    """
+
+    divisor: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -168,7 +227,7 @@ class Window:
     sinks: int
 
 
-Change = RotaryChange | NoPosition | Remap | Window
+Change = RotaryChange | TableChange | DistanceChange | NoPosition | Remap | Window
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posext import mechanisms
 from hf_posext.arguments import check_length
 from hf_posext.attention.reading import readers
-from hf_posext.attention.scaling import Dynamics, turnings
+from hf_posext.attention.scaling import Dynamics
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
 from hf_posext.mechanisms import logits
@@ -43,11 +43,8 @@ def scale_for(model: nn.Module, length: int) -> float:
     record = record_of(model)
     if record is None:
         raise PatchError("The model is not patched, so no text is scaled. Call `patch_model` first.")
-    found = turnings(model)
-    if not found:
-        return record.factor
-    schedule = found[0].schedule
-    return float(schedule.scale(torch.tensor(length, device=schedule.base.device)))
+    dynamics = following(model)
+    return dynamics[0].scale_at(length) if dynamics else record.factor
 
 
 @contextmanager
@@ -59,21 +56,21 @@ def fixed_length(model: nn.Module, length: int | Sequence[int] | Tensor) -> Iter
 
     Args:
         model: a model patched with dynamic scaling.
-        length: tokens, for all rows or for each: the longest that the text will become.
+        length: tokens, for all rows or for each: the longest that the text will become; of an encoder-decoder the text
+            that it writes.
 
     Raises:
         PatchError: no dynamic scaling in force, or a block inside another.
         TypeError, ValueError: not a whole number of tokens, or below 1.
     """
-    dynamics = [reader for reader in readers(model) if isinstance(reader, Dynamics)]
+    dynamics = following(model)
     if not dynamics:
         raise PatchError("No length can be fixed: the model is not patched with dynamic=True.")
     if any(each.fixed is not None for each in dynamics):
         raise PatchError("A length is fixed already. Leave that block first.")
     rows = torch.as_tensor(length).reshape(-1).tolist()
     lengths = torch.tensor([check_length("length", row) for row in rows])
-    schedule = next(iter(dynamics[0].schedules.values()))
-    levels = tuple(schedule.level(lengths.to(schedule.base.device)).tolist())
+    levels = dynamics[0].levels_of(lengths)
     one_scale = len(set(levels)) == 1
     for each in dynamics:
         each.fixed, each.levels, each.is_set = lengths, levels[:1] if one_scale else levels, one_scale
@@ -83,6 +80,14 @@ def fixed_length(model: nn.Module, length: int | Sequence[int] | Tensor) -> Iter
     finally:
         for each in dynamics:
             each.fixed, each.levels, each.is_set = None, None, False
+
+
+def following(model: nn.Module) -> list[Dynamics]:
+    """What reads each text by its length; of an encoder-decoder only the decoder, since an encoder reads it at once."""
+    root = mechanisms.root_model(model)
+    encoder = root.get_encoder() if root.config.is_encoder_decoder else None
+    inside = set(map(id, readers(encoder))) if isinstance(encoder, nn.Module) else set()
+    return [each for each in readers(model) if isinstance(each, Dynamics) and id(each) not in inside]
 
 
 @contextmanager
@@ -134,6 +139,8 @@ def final_lengths(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     mask = kwargs.get("attention_mask")
     width = prompt.shape[1]
     lengths = torch.full((prompt.shape[0],), width) if mask is None else mask.cpu().long().sum(-1)
+    if model.config.is_encoder_decoder:  # what is written begins anew
+        width, lengths = 1, torch.ones_like(lengths)
     config = kwargs.get("generation_config") or model.generation_config
     new = kwargs.get("max_new_tokens")
     if new is None and kwargs.get("max_length") is not None:

@@ -7,20 +7,33 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posext import mechanisms
+from hf_posext import mechanisms, tables
 from hf_posext.attention import interface
 from hf_posext.attention.biased import LinearlyBiased, Windowed
+from hf_posext.attention.bucketed import Bucketed
 from hf_posext.attention.interface import Adapter
 from hf_posext.attention.layout import Layout
 from hf_posext.attention.masks import ABLE
-from hf_posext.attention.reading import SLOPES, Reader, attach
+from hf_posext.attention.reading import BIAS, OWNER, SLOPES, Reader, attach
 from hf_posext.attention.remapped import Remapped
 from hf_posext.configs import config_parts
-from hf_posext.contract import Change, LinearBias, NoPosition, Remap, RotaryChange, Site, Spectrum, Window
+from hf_posext.contract import (
+    BucketedBias,
+    Change,
+    LinearBias,
+    NoPosition,
+    PositionTable,
+    Remap,
+    RotaryChange,
+    Site,
+    Spectrum,
+    Window,
+)
 from hf_posext.errors import PatchError
+from hf_posext.functional import relative_buckets
 from hf_posext.layouts import attended, find_layouts
 from hf_posext.mechanisms._scope import scoped_modules
 from hf_posext.planning import Plan
@@ -40,14 +53,17 @@ def install(model: nn.Module, plan: Plan, sites: list[Site]) -> None:
     rows = list(zip(sites, plan.readings, plan.changes, strict=True))
     configs = config_parts(model)
     live = {str(site): kept(site, reading) for site, reading, _ in rows if isinstance(reading, Spectrum)}
+    tables.write(model, plan, sites)
     for owner in {id(owner): owner for site in sites if (owner := owners[id(site.module)])}.values():
         mine = {str(row[0]): row for row in rows if owners[id(row[0].module)] is owner}
         if not all(type(change) is NoPosition for _, _, change in mine.values()):
             put_adapters(owner, configs, mine, live)
-    for site, _, change in rows:
-        if isinstance(change, NoPosition):
-            mechanisms.silence(model, site, plan.target_length, plan.config_length - plan.stated_length)
-        else:  # it keeps the frequencies that it has, whatever is cast or loaded
+    for site, reading, change in rows:
+        if isinstance(reading, PositionTable) and isinstance(change, NoPosition):
+            mechanisms.silence_rows(model, site, reading.reserved, plan.growth[str(site)])
+        elif isinstance(change, NoPosition):
+            mechanisms.silence(site, plan.target_length)
+        elif str(site) in live:  # it keeps the frequencies that it has, whatever is cast or loaded
             mechanisms.write(site, live[str(site)], plan.target_length)
 
 
@@ -70,20 +86,45 @@ def put_adapters(
     served = served_by(owner, list(reach), rows)
     if not served:
         raise PatchError(not_reached(owner))
-    reader = reader_of(owner, configs, all(reach[module].by_keyword for module in served))
+    has_end = any(isinstance(change, BucketedBias) for _, _, change in rows.values())
+    reader = reader_of(owner, configs, all(reach[module].by_keyword for module in served), has_end)
     adapters: dict[nn.Module, Adapter] = {}
     for module, (site, layout) in served.items():
         change, is_causal = rows[str(site)][2], is_causal_module(module)
         if isinstance(change, LinearBias):
             slopes = torch.stack([each(reach[module].count).float() for each in (change.slopes, change.after)])
             if change.learned:
-                like = next(each for each in owner.parameters() if each.is_floating_point())
-                module.register_parameter(SLOPES, nn.Parameter(slopes.to(like.device, like.dtype)))
+                give_parameter(owner, module, SLOPES, slopes)
             adapters[module] = LinearlyBiased(reader, is_causal, None if change.learned else slopes)
+        elif isinstance(change, BucketedBias):
+            adapters[module] = Bucketed(reader, is_causal, buckets_of(change, module))
+            give_parameter(owner, module, BIAS, torch.zeros(change.buckets, reach[module].count))
         elif isinstance(change, Remap) and layout is not None:
             index = getattr(module, "layer_idx", None)
             adapters[module] = Remapped(reader, is_causal, change, layout, live[str(site)].inv_freq, index)
     attach(owner, reader, adapters)
+
+
+def buckets_of(change: BucketedBias, module: nn.Module) -> Tensor:
+    """[2T + 1] int64: the bucket of each distance from query to key that a text of T tokens has, -T, ..., T.
+
+    Keys behind the query have buckets unless the module says that it is causal: some encoders say nothing.
+
+    Raises:
+        TypeError, ValueError: sizes from which no buckets follow.
+    """
+    distances = torch.arange(-len(change.rows), len(change.rows) + 1)
+    is_bidirectional = not getattr(module, "is_causal", False)
+    sizes = {"buckets": change.buckets, "max_distance": change.max_distance}
+    return relative_buckets(distances, bidirectional=is_bidirectional, **sizes)
+
+
+def give_parameter(owner: nn.Module, module: nn.Module, name: str, values: Tensor) -> None:
+    """Gives an attention module a parameter to be trained, in the dtype of the sub-model and where the module is."""
+    like = next(each for each in owner.parameters() if each.is_floating_point())
+    device = next(module.parameters(), like).device
+    with torch.inference_mode(False):
+        module.register_parameter(name, nn.Parameter(values.to(device, like.dtype, copy=True)))
 
 
 def served_by(
@@ -120,7 +161,7 @@ def put_window(model: nn.Module, window: Window, target_length: int) -> None:
         reach = attended(owner)
         if not reach:
             raise PatchError(not_reached(owner))
-        reader = reader_of(owner, configs, all(heads.by_keyword for heads in reach.values()))
+        reader = reader_of(owner, configs, all(heads.by_keyword for heads in reach.values()), has_end=True)
         attach(
             owner,
             reader,
@@ -134,9 +175,20 @@ def put_window(model: nn.Module, window: Window, target_length: int) -> None:
             mechanisms.write(site, kept(site, spectrum), target_length)
 
 
-def reader_of(owner: PreTrainedModel, configs: list[PreTrainedConfig], by_keyword: bool) -> Reader:
-    """A reader for the forward of a sub-model."""
-    return Reader(configs, tuple(inspect.signature(owner.forward).parameters), by_keyword, ABLE)
+def reader_of(owner: PreTrainedModel, configs: list[PreTrainedConfig], by_keyword: bool, has_end: bool) -> Reader:
+    """A reader for the forward of a sub-model.
+
+    Args:
+        owner: the sub-model.
+        configs: that name its attention implementation.
+        by_keyword: whether keyword arguments of its forward reach every attention module.
+        has_end: whether its tables stay in use, whose reader, if they have one, knows the longest text.
+    """
+    names = tuple(inspect.signature(owner.forward).parameters)
+    of_tables: Reader | None = owner.__dict__.get(OWNER) if has_end else None
+    if of_tables is None:
+        return Reader(configs, names, by_keyword, ABLE)
+    return Reader(configs, names, by_keyword, ABLE, of_tables.limit, of_tables.padding)
 
 
 def is_causal_module(module: nn.Module) -> bool:

@@ -15,11 +15,11 @@ from hf_posext import mechanisms
 from hf_posext.attention.reading import adapters, readers
 from hf_posext.contract import Host, MethodInfo, PositionTable, Site
 from hf_posext.in_attention import is_attention
-from hf_posext.lengths import trained_length
 from hf_posext.methods import REGISTRY
 from hf_posext.planning import ATTENTION
 from hf_posext.records import record_of
 from hf_posext.reports import Report
+from hf_posext.spans import length_of
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def inspect_model(model: nn.Module) -> PositionReport:
     """
     root = mechanisms.root_model(model)
     record = record_of(root)
-    length = record.trained_length if record else trained_length(root.config)
+    length = record.trained_length if record else length_of(model)
     sites = mechanisms.find_sites(model)
     in_force = None if record is None else is_in_force(root, record.native, sites)
     changed = {name for step in record.steps() for name in step.sites} if record and in_force else set()
@@ -151,15 +151,22 @@ def inspect_model(model: nn.Module) -> PositionReport:
 
 def is_in_force(model: nn.Module, native: str | None, sites: list[Site]) -> bool:
     """Whether the modules act as a record says: they are held by a patch, or their own config says the same."""
-    is_held = any(mechanisms.holder_of(site.module) is not None for site in sites)
-    return native is not None or is_held or bool(readers(model))
+    return native is not None or any(map(mechanisms.is_changed, sites)) or bool(readers(model))
 
 
 def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
     """The row of one site; N in tokens only bears on the count of incomplete channels."""
     reading, kind = mechanisms.read(site, length), type(site.module).__name__
     if isinstance(reading, PositionTable):
-        return SiteReport(site.mechanism, str(site), kind, is_patched, mechanisms.is_off(site), None, rows=reading.rows)
+        return SiteReport(
+            site.mechanism,
+            str(site),
+            kind,
+            is_patched,
+            mechanisms.is_off(site),
+            None,
+            rows=len(getattr(site.module, site.field)),
+        )
     if isinstance(reading, Host):
         return SiteReport(site.mechanism, str(site), kind, is_patched, mechanisms.is_off(site), None)
     wavelengths = [2 * math.pi / theta if theta else math.inf for theta in reading.inv_freq.tolist()]

@@ -19,6 +19,13 @@ LENGTH_FIELDS = (
     "max_trained_positions",
     "model_max_length",
 )
+# Lengths of one side of an encoder-decoder, which transformers does not treat as the model's own.
+SIDE_FIELDS = (
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+    "max_source_positions",
+    "max_target_positions",
+)
 # Types whose `factor` says that the model reads `factor` times `original_max_position_embeddings`.
 STATIC_TYPES = ("yarn", "longrope", "llama3")
 
@@ -27,6 +34,11 @@ def length_fields(config: PreTrainedConfig) -> list[str]:
     """Names of the length fields that a config has, aliases of one another counted once."""
     serialised = config.to_dict()
     return [name for name in LENGTH_FIELDS if isinstance(serialised.get(name), int)]
+
+
+def side_fields(config: PreTrainedConfig) -> list[str]:
+    """Names of the fields that a config has for the length of one side."""
+    return [name for name in SIDE_FIELDS if isinstance(getattr(config, name, None), int)]
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:

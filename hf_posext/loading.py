@@ -14,13 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from hf_posext.applying import replay
 from hf_posext.arguments import check_choice
-from hf_posext.attention.reading import SLOPES
 from hf_posext.compat import quiet
 from hf_posext.errors import PatchError, quoted
 from hf_posext.lengths import rope_blocks, text_part
 from hf_posext.mechanisms import root_model
-from hf_posext.patching import ensure_adopted, replay
+from hf_posext.patching import ensure_adopted
 from hf_posext.records import CONFIG_FIELD, read_record, record_of
 
 LAYOUTS = ("v4", "v5")
@@ -50,7 +50,7 @@ def load_pretrained(
         return load_adapter(Path(path), auto_class, from_pretrained_kwargs)
     where = {name: value for name, value in from_pretrained_kwargs.items() if name in WHERE}
     saved = PreTrainedConfig.get_config_dict(path, **where)[0].get(CONFIG_FIELD) or {}
-    with quiet() if saved.get("options", {}).get("learned") else nullcontext():  # parameters that transformers skips
+    with quiet() if saved.get("own") else nullcontext():  # transformers skips what it does not know
         model = auto_class.from_pretrained(path, **from_pretrained_kwargs)
     ensure_adopted(model)
     load_own_parameters(model, path, where)
@@ -58,7 +58,7 @@ def load_pretrained(
 
 
 def load_own_parameters(model: nn.Module, path: str | os.PathLike[str], where: dict[str, Any]) -> None:
-    """Loads what a patch has added to the weights (learned slopes), which transformers does not know.
+    """Loads what a patch has added to the weights (learned slopes, old rows), which transformers does not know.
 
     A model without its head, or with one, has the same names with another beginning.
 
@@ -70,18 +70,20 @@ def load_own_parameters(model: nn.Module, path: str | os.PathLike[str], where: d
     Raises:
         PatchError: it is not there.
     """
-    missing = {name: parameter for name, parameter in model.named_parameters() if name.endswith(SLOPES)}
+    record = record_of(model)
+    own = tuple(record.own) if record is not None else ()
+    missing = {name: value for name, value in model.state_dict(keep_vars=True).items() if own and name.endswith(own)}
     if not missing:
         return
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
     files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values() if index else [SAFE_WEIGHTS_NAME]
     for file in sorted(set(files)):
         with safe_open(cached_file(path, file, **where), framework="pt") as weights:
-            for key in [key for key in weights.keys() if key.endswith(SLOPES)]:  # noqa: SIM118 - it is no dict
+            for key in [key for key in weights.keys() if key.endswith(own)]:  # noqa: SIM118 - it is no dict
                 for name in [name for name in missing if name.endswith(key) or key.endswith(name)]:
                     missing.pop(name).data.copy_(weights.get_tensor(key))
     if missing:
-        raise PatchError(f"The checkpoint has no {quoted(missing)}, which its patch says were learned.")
+        raise PatchError(f"The checkpoint has no {quoted(missing)}, which its patch says that it has.")
 
 
 def load_adapter(path: Path, auto_class: Any, from_pretrained_kwargs: dict[str, Any]) -> nn.Module:

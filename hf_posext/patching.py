@@ -1,45 +1,28 @@
-"""patch_model, unpatch_model, patched: sites -> method -> changes -> write -> record -> probe, or all back."""
+"""patch_model, unpatch_model, patched, suspended: what users call."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hf_posext import dynamic as dynamics
-from hf_posext import in_attention, mechanisms, probe, static
+from hf_posext import mechanisms, recovery
+from hf_posext.applying import Trained, apply, replay, trained_by
 from hf_posext.arguments import check_flag
-from hf_posext.attention import interface, reading
-from hf_posext.configs import ConfigUndo, OwnConfigs, config_parts, fields_before, own_configs, set_fields
-from hf_posext.contract import Remap, Site, Spectrum, Window
+from hf_posext.attention import reading
+from hf_posext.configs import own_configs, set_fields
+from hf_posext.contract import Spectrum
 from hf_posext.errors import PatchError
-from hf_posext.freezing import FrozenGenerate
-from hf_posext.lengths import length_fields, original_length, stated_length
-from hf_posext.mechanisms import logits
-from hf_posext.planning import Plan, make_plan
+from hf_posext.planning import make_plan
 from hf_posext.records import CONFIG_FIELD, PatchRecord, record_of
+from hf_posext.writing import STATE, remove, state_of
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
-STATE = "_posext_state"
-NOTE = (
-    "plain transformers has no words for `{method}` and loads the model as it was before; hf_posext.load_pretrained "
-    "brings the patch back"
-)
-
-
-@dataclass
-class PatchState:
-    """What a patched model keeps to go back: on the outermost transformers model, so that copies keep their own."""
-
-    configs: ConfigUndo = field(default_factory=ConfigUndo)
-    tokenizers: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 def patch_model(
@@ -93,7 +76,7 @@ def patch_model(
             f"The model is already patched: {earlier.describe()}. Call `unpatch_model` first, or give compose=True to "
             "patch on top of it."
         )
-    if earlier is not None and (reading.readers(model) or any(map(mechanisms.is_off, mechanisms.find_sites(model)))):
+    if earlier is not None and is_final(model, earlier):
         reason = "its factor follows the length" if earlier.dynamic else "it is more than other frequencies"
         raise PatchError(f"Nothing can be put on top of {earlier.describe()}: {reason}. Unpatch first.")
     apply(model, plan)
@@ -105,6 +88,11 @@ def patch_model(
     return model
 
 
+def is_final(model: nn.Module, record: PatchRecord) -> bool:
+    """Whether nothing can be put on top of a patch."""
+    return record.dynamic or bool(reading.adapters(model)) or any(map(mechanisms.is_off, mechanisms.find_sites(model)))
+
+
 def unpatch_model(model: Model) -> Model:
     """Takes all patches off: logits, config, classes, buffers and state-dict keys are as before, bit for bit.
 
@@ -113,6 +101,7 @@ def unpatch_model(model: Model) -> Model:
     """
     ensure_adopted(model)
     if record_of(model) is not None:
+        check_not_lost(model)
         for tokenizer, length in reversed(state_of(model).tokenizers):
             tokenizer.model_max_length = length
         remove(model)
@@ -137,128 +126,27 @@ def suspended(model: Model) -> Iterator[Model]:
     if record is None:
         yield model
         return
-    tokenizers, trained = state_of(model).tokenizers, reading.own_parameters(model)
+    tokenizers, trained = state_of(model).tokenizers, trained_by(model)
+    check_not_lost(model)
     remove(model)
     try:
         yield model
     finally:
-        replay(model, record, tokenizers)
-        for module, parameter in trained.items():
-            module._parameters[reading.SLOPES] = parameter
+        replay(model, record, tokenizers, trained)
 
 
-def apply(model: nn.Module, plan: Plan) -> None:
-    """Writes a plan and proves that it acts; puts everything back if anything fails.
+def check_not_lost(model: nn.Module) -> None:
+    """Refuses to take a patch off whose original is not known.
 
     Raises:
-        PatchError: the patch has no effect, or a module does not follow its buffer.
+        PatchError: with the table.
     """
-    earlier = record_of(model)
-    tokenizers = state_of(model).tokenizers if earlier else []
-    reach = probed_length(model, plan)
-    for depth in probe.DEPTHS:
-        # A patched model has its own copies already, and its undo knows them.
-        configs = OwnConfigs([]) if earlier else own_configs(model)
-        try:
-            baseline = probe.run(model, plan.sites, depth, reach) if plan.is_active and reach else None
-            sites = [site for site in mechanisms.find_sites(model) if str(site) in plan.names]
-            fixed = dynamics.run_fixed(model, plan, sites, depth, reach) if plan.dynamic and plan.is_active else None
-            write(model, sites, plan, earlier)
-            if plan.is_active and plan.dynamic:
-                dynamics.check(model, plan, sites, depth, reach, baseline, fixed)
-            elif plan.is_active:
-                rotary, _, changes = plan.rotary(sites)
-                probe.check_turns(rotary, changes)
-                after = probe.run(model, sites, depth, reach) if reach else None
-                probe.check_effect(baseline, after, plan.words, depth)
-            return
-        except BaseException as error:
-            remove(model)
-            configs.give_back()
-            if earlier is not None:
-                replay(model, earlier, tokenizers)
-            if not (isinstance(error, probe.NoEffectError) and depth != probe.DEPTHS[-1]):
-                raise
-
-
-def probed_length(model: nn.Module, plan: Plan) -> int:
-    """Tokens over which the positions of a probe are spread: as many as it takes to see the method act.
-
-    0 where the model cannot read so many, since a table ends before.
-    """
-    if plan.window is not None and any(map(mechanisms.has_rows, mechanisms.find_sites(model))):
-        return 0
-    if plan.dynamic:
-        return dynamics.short_reach(plan)
-    is_beyond_window = any(isinstance(change, Remap | Window) for change in (*plan.changes, plan.window))
-    return 2 * plan.target_length if is_beyond_window else plan.trained_length
-
-
-def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord | None) -> None:
-    """Writes sites, softmax scaling, length fields, `rope_parameters` and the record."""
-    root = mechanisms.root_model(model)
-    undo = root.__dict__.setdefault(STATE, PatchState()).configs
-    before = earlier.before if earlier else fields_before(root)
-    first = earlier.original_max_position_embeddings if earlier else original_length(root.config, plan.trained_length)
-    tables = [site for site in mechanisms.find_sites(model) if mechanisms.has_rows(site)]
-    if all(str(site) in plan.names for site in tables):  # else the field is the size of a table that stays
-        length = plan.config_length if tables else plan.target_length
-        for config in config_parts(model):
-            undo.set(config, **dict.fromkeys(length_fields(config), length))
-    if not plan.is_active:
-        native_kind = "unchanged"
-    elif plan.dynamic:
-        native_kind = None
-        dynamics.install(model, plan, sites)
-        if plan.scale == "frozen":
-            root.__dict__["generate"] = FrozenGenerate(root)
-    elif plan.acts_in_attention:
-        native_kind = None
-        in_attention.install(model, plan, sites)
-    else:
-        native_kind = static.write(model, plan, sites, undo, first)
-    native_kind = native_kind if earlier is None or earlier.native else None
-    record = PatchRecord(
-        method=plan.method.name,
-        options=plan.options,
-        factor=plan.factor,
-        trained_length=plan.trained_length,
-        target_length=plan.target_length,
-        original_max_position_embeddings=first,
-        total_factor=plan.target_length / first,
-        layers=plan.layers,
-        dynamic=plan.dynamic,
-        scale=plan.scale,
-        sites=[str(site) for site in sites],
-        native=native_kind,
-        note="" if native_kind else NOTE.format(method=plan.method.name),
-        before=before,
-        previous=[{**step.to_dict(), "previous": []} for step in earlier.steps()] if earlier else [],
-        version=version("hf_posext"),
-    )
-    undo.set(root.config, **{CONFIG_FIELD: record.to_dict()})
-
-
-def remove(model: nn.Module) -> None:
-    """Gives sites, softmax scaling and config fields back what they were; nothing to do on an unpatched model."""
-    state = mechanisms.root_model(model).__dict__.pop(STATE, None)
-    if state is not None:
-        reading.detach(model)
-        interface.give_back(config_parts(model))
-        mechanisms.root_model(model).__dict__.pop("generate", None)
-        state.configs.give_back()  # first, since a module that was patched on meta is restored from its config
     for site in mechanisms.find_sites(model):
-        mechanisms.restore(site)
-    mechanisms.shrink_columns(model)
-    logits.restore(model)
-
-
-def replay(model: nn.Module, record: PatchRecord, tokenizers: Iterable[tuple[Any, Any]] = ()) -> None:
-    """Patches an unpatched model as a record says, step by step; `tokenizers` are those that unpatching gives back."""
-    for step in record.steps():
-        how = step.layers, step.options, step.dynamic, step.scale
-        apply(model, make_plan(model, step.method, step.factor, None, step.trained_length, *how))
-    state_of(model).tokenizers = list(tokenizers)
+        if getattr(mechanisms.holder_of(site.module), "is_lost", False):
+            raise PatchError(
+                f"The rows that {site} had before the patch are not in the checkpoint that was loaded, so that it "
+                "cannot be taken off. Load the original checkpoint."
+            )
 
 
 def ensure_adopted(model: nn.Module) -> None:
@@ -277,13 +165,15 @@ def ensure_adopted(model: nn.Module) -> None:
     own_configs(model)
     found = mechanisms.find_sites(model)  # before the config is set, since a table is known by its length
     loaded = {str(site): mechanisms.read(site, record.target_length) for site in found}
-    longer = stated_length(root.config)
+    rows, lost = recovery.reset(model, record, [site for site in found if mechanisms.has_rows(site)])
     set_fields(model, record.before)
     delattr(root.config, CONFIG_FIELD)
-    more = longer - stated_length(root.config)
     for site in found:
-        mechanisms.reset(model, site, more if str(site) in record.sites else 0)
-    replay(model, record)
+        if not mechanisms.has_rows(site):
+            mechanisms.reset(model, site)
+    replay(model, record, trained=Trained(rows))
+    for module in lost:
+        mechanisms.holder_of(module).is_lost = True
     if record.native is None:
         return
     for site in mechanisms.find_sites(model):
@@ -296,8 +186,3 @@ def ensure_adopted(model: nn.Module) -> None:
                 f"{site} was loaded with frequencies that its patch record ({record.describe()}) does not give. The "
                 "config was edited after it was saved; load the original checkpoint and patch it again."
             )
-
-
-def state_of(model: nn.Module) -> PatchState:
-    """The state of a patched model."""
-    return mechanisms.root_model(model).__dict__[STATE]

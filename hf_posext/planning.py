@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from hf_posext import mechanisms
 from hf_posext.arguments import LAYERS, SCALES, check_choice, check_length, resolve_factor
-from hf_posext.contract import Change, Host, Reading, RotaryChange, Site, Spectrum, Window
+from hf_posext.contract import (
+    BucketedBias,
+    Change,
+    Host,
+    NoPosition,
+    Reading,
+    Remap,
+    RotaryChange,
+    Site,
+    Spectrum,
+    TableChange,
+    Window,
+)
 from hf_posext.errors import NoSiteError, PatchError, quoted
-from hf_posext.lengths import stated_length, trained_length
 from hf_posext.mechanisms import logits
 from hf_posext.methods import REGISTRY, Method, get_method
+from hf_posext.spans import growths, length_of
 
 ATTENTION = "attention"
 
@@ -22,7 +34,8 @@ ATTENTION = "attention"
 class Plan:
     """A validated patch, before anything is touched.
 
-    `changes` are those at the full factor, also where `dynamic` makes the factor follow the length.
+    `changes` are those at the full factor, also where `dynamic` makes the factor follow the length. `growth` says by
+    how many positions each table of rows becomes longer, and `limit` how many tokens the model can read then.
     """
 
     method: Method
@@ -37,12 +50,13 @@ class Plan:
     readings: list[Reading]
     changes: list[Change]
     window: Window | None
-    stated_length: int
+    growth: dict[str, int]
+    limit: int
 
     @property
-    def config_length(self) -> int:
-        """What the length fields of a config say whose tables are as long: T, but never less than they said."""
-        return max(self.target_length, self.stated_length)
+    def keeps_short(self) -> bool:
+        """Whether text of at most N tokens is read as before, to the last bit."""
+        return self.dynamic or any(isinstance(each, TableChange) and each.keeps_short for each in self.changes)
 
     @property
     def names(self) -> list[str]:
@@ -66,8 +80,9 @@ class Plan:
 
     @property
     def acts_in_attention(self) -> bool:
-        """Whether the method says something else than new frequencies."""
-        return self.window is not None or not all(isinstance(change, RotaryChange) for change in self.changes)
+        """Whether sites are switched off, distances are read as other ones, or logits get a bias."""
+        kinds = BucketedBias | NoPosition | Remap
+        return self.window is not None or any(isinstance(change, kinds) for change in self.changes)
 
     @property
     def _differs(self) -> list[bool]:
@@ -111,19 +126,20 @@ def make_plan(
     check_choice("scale", scaling, SCALES)
     root = mechanisms.root_model(model)
     sites = sites_for(model, chosen, layers)
-    chosen.check_options(options)
+    chosen.check_options(options, {site.mechanism for site in sites} or None)
     length = check_length("original_max_position_embeddings", given_length) if given_length is not None else None
-    length = length or trained_length(root.config)
+    length = length or length_of(model)
     if length is None:
         raise ValueError(
             f"{type(root.config).__name__} has none of the length fields that are known. "
             "Give `original_max_position_embeddings`, the tokens that the model was trained at."
         )
     scale, target = resolve_factor(factor, target_length, length)
-    readings = [mechanisms.read(site, length) for site in sites]
+    growth = growths(model, sites, length, target, scale)
+    readings = [read(site, length, growth.get(str(site), 0), given_length is not None) for site in sites]
     changes = [change_of(chosen, site, reading, scale, options) for site, reading in zip(sites, readings, strict=True)]
     window = chosen.change(ATTENTION, Host(length), scale, scale, options) if ATTENTION in chosen.functions else None
-    follows = check_dynamic(chosen, changes, dynamic or chosen.follows_length(options), window)
+    follows = check_dynamic(chosen, sites, changes, dynamic or chosen.follows_length(options), window)
     if scaling != "live" and not follows:
         raise ValueError(
             f"`scale`={scaling!r} has a meaning only for a factor that follows the length. Give dynamic=True too."
@@ -141,22 +157,51 @@ def make_plan(
         readings=readings,
         changes=changes,
         window=window,
-        stated_length=stated_length(root.config),
+        growth=growth,
+        limit=(length_of(model) or length) + max(growth.values(), default=0),
     )
 
 
-def check_dynamic(method: Method, changes: list[Change], wanted: bool, window: Window | None) -> bool:
+def read(site: Site, length: int, growth: int, is_given: bool) -> Reading:
+    """What a site reads as; a table also says how many rows it is to have.
+
+    Args:
+        site: the site.
+        length: N in tokens.
+        growth: by how many positions a table becomes longer.
+        is_given: whether N was given, so that a table is read no further.
+    """
+    if not mechanisms.has_rows(site):
+        return mechanisms.read(site, length)
+    count = mechanisms.count_positions(site)
+    return replace(mechanisms.read_table(site, length if is_given else count), target_length=count + growth)
+
+
+def check_dynamic(
+    method: Method, sites: list[Site], changes: list[Change], wanted: bool, window: Window | None
+) -> bool:
     """Whether the factor follows the length of the text.
 
     Raises:
-        ValueError: that was asked of a method that does not change frequencies.
+        ValueError: that was asked of a method that has no scale, or that leaves text of N tokens as it is anyway.
     """
-    if wanted and (window is not None or not all(isinstance(change, RotaryChange) for change in changes)):
+    if not wanted:
+        return False
+    if window is not None or any(isinstance(change, NoPosition | Remap) for change in changes):
         raise ValueError(
-            f"`dynamic`=True has a meaning only for methods that change frequencies, such as `yarn`, not for "
+            "`dynamic`=True has a meaning only for methods that scale positions, such as `yarn` or `pi`, not for "
             f"`{method.name}`. Leave it out."
         )
-    return wanted
+    if any(site.mechanism == "relative_bias" for site in sites):
+        raise ValueError(
+            "`dynamic`=True has no meaning for a relative bias, which all texts of a batch share. Leave it out."
+        )
+    if any(isinstance(change, TableChange) and not change.is_scaled for change in changes):
+        raise ValueError(
+            f"`{method.name}` does not move the positions of short text, so nothing depends on its length. Leave "
+            "`dynamic` out."
+        )
+    return True
 
 
 def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
@@ -168,6 +213,12 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
     found = mechanisms.find_sites(model)
     if ATTENTION in method.functions:
         return []
+    partitioned = [name for name, each in model.named_parameters() if hasattr(each, "ds_id") and not each.numel()]
+    if partitioned and not any(site.mechanism in method.functions for site in found):
+        raise PatchError(
+            f"The weights are partitioned by DeepSpeed ZeRO-3 ({partitioned[0]} has no values here), so that a table "
+            "of positions cannot be read. Patch the model before DeepSpeed is initialised."
+        )
     if not found:
         looked_at = mechanisms.left_alone(model)
         raise NoSiteError(

@@ -39,6 +39,7 @@ class PatchRecord:
             or None where only `load_pretrained` can.
         before: path of a sub-config -> its fields as they were before the patch (None: the field was not there).
         note: what a reader of the config should know where plain transformers cannot load the patch.
+        own: last names of what the patch has added to the weights, which plain transformers does not know.
         previous: the records that this one was composed on, oldest first.
         schema: version of this layout.
         version: version of the package that wrote it.
@@ -59,6 +60,7 @@ class PatchRecord:
     dynamic: bool = False
     scale: str = "live"
     note: str = ""
+    own: list[str] = field(default_factory=list)
     schema: int = SCHEMA
     version: str = ""
 

@@ -6,9 +6,9 @@ import copy
 
 from torch import nn
 
-from hf_posext import mechanisms, native
+from hf_posext import distances, mechanisms, native, tables
 from hf_posext.configs import ConfigUndo, config_parts
-from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.contract import DistanceChange, RotaryChange, Site, Spectrum, TableChange
 from hf_posext.mechanisms import logits
 from hf_posext.planning import Plan
 
@@ -17,8 +17,22 @@ def write(model: nn.Module, plan: Plan, sites: list[Site], undo: ConfigUndo, fir
     """Writes a factor that does not follow the length into sites, softmax scaling and `rope_parameters`.
 
     Returns:
-        In what words plain transformers loads it, as `PatchRecord.native`.
+        In what words plain transformers loads it, as `PatchRecord.native`; None where one of the sites has none.
     """
+    kinds: list[str | None] = []
+    if any(isinstance(change, RotaryChange) for change in plan.changes):
+        kinds.append(write_rotary(model, plan, sites, undo, first))
+    if any(isinstance(change, TableChange) for change in plan.changes):
+        tables.write(model, plan, sites)
+        kinds.append(tables.native_kind(model, plan, sites))
+    if any(isinstance(change, DistanceChange) for change in plan.changes):
+        distances.write(model, plan, sites)
+        kinds.append(None)
+    return None if None in kinds else kinds[0]
+
+
+def write_rotary(model: nn.Module, plan: Plan, sites: list[Site], undo: ConfigUndo, first: int) -> str | None:
+    """Writes the rotary part."""
     rotary, spectra, changes = plan.rotary(sites)
     scale = float(changes[0].logit_scale)
     if scale != 1:

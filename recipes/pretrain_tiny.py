@@ -9,11 +9,12 @@
     python recipes/pretrain_tiny.py $CONFIG --out runs/llama --export hf_posext/demo/llama
 
 The first command trains (about an hour on one core; run it again to resume), the second writes the bf16 weights, the
-tokenizer and `training_log.json`. A quarter of the
-sequences are copy, repeat and passkey tasks with distances over the whole window: without them a model of this size
-cannot copy at all and every retrieval probe on it would be vacuous. Mixed in from the start they teach nothing
-(accuracy stayed at chance for 2500 steps); a short stage of nothing but repeated random tokens at the full learning
-rate does, and the mixture then keeps it.
+tokenizer and `training_log.json`. `gpt_neox_pretrain_256.yaml` and `bert_pretrain_256.yaml` make the other two.
+
+Of the causal models' sequences a quarter are copy, repeat and passkey tasks with distances over the whole window: without
+them a model of this size cannot copy at all and every retrieval probe on it would be vacuous. Mixed in from the start they
+teach nothing (accuracy stayed at chance for 2500 steps); a short stage of nothing but repeated random tokens at the full
+learning rate does, and the mixture then keeps it. A config with `data.mask` trains a masked language model instead.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -143,10 +144,21 @@ class SequenceMaker:
         return Dataset.from_list([self.row(kind) for kind in kinds])
 
 
-def accuracy(prediction: Any) -> dict[str, float]:
-    """Share of labelled tokens whose arg max is right."""
+def next_token_accuracy(prediction: Any) -> dict[str, float]:
+    """Share of labelled tokens whose arg max at the token before is right."""
     guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
     return {"accuracy": float((guesses == labels)[labels != IGNORED].mean())}
+
+
+def masked_accuracy(prediction: Any) -> dict[str, float]:
+    """Share of masked tokens whose arg max is right."""
+    guesses, labels = prediction.predictions, prediction.label_ids
+    return {"accuracy": float((guesses == labels)[labels != IGNORED].mean())}
+
+
+def as_they_are(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of rows of one length."""
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
 def build(config: dict[str, Any], out: Path) -> Trainer:
@@ -167,9 +179,12 @@ def build(config: dict[str, Any], out: Path) -> Trainer:
     ]
     validation = SequenceMaker(tokenizer, [books[t] for t in data["validation"]], data["length"], data["seed"] + 1)
     set_seed(config["training"]["seed"])
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=1, **config["model"])
-    )
+    masked = data.get("mask")
+    if masked:  # the tokenizer is the causal models' with one more token
+        tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    model_class = getattr(transformers, config["architecture"])
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    model = model_class(model_class.config_class(**tokens, **config["model"]))
     arguments = TrainingArguments(
         output_dir=str(out),
         report_to="none",
@@ -182,10 +197,10 @@ def build(config: dict[str, Any], out: Path) -> Trainer:
         model,
         arguments,
         train_dataset=maker.dataset(kinds),
-        eval_dataset={"prose": validation.dataset(["prose"] * 128), "copy": validation.dataset(["copy_gate"] * 128)},
+        eval_dataset={name: validation.dataset([kind] * 128) for name, kind in data["judged"].items()},
         processing_class=tokenizer,
-        data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
-        compute_metrics=accuracy,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=masked) if masked else as_they_are,
+        compute_metrics=masked_accuracy if masked else next_token_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
 
@@ -206,8 +221,9 @@ def export(trainer: Trainer, out: Path, directory: Path) -> None:
     checkpoint = get_last_checkpoint(str(out))
     if checkpoint is None:
         raise FileNotFoundError(f"No checkpoint in {out}: train first, without `--export`.")
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    model.config.use_cache = True  # training switched it off
+    model = type(trainer.model).from_pretrained(checkpoint, dtype=torch.bfloat16)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = True  # training switched it off
     model.save_pretrained(directory)
     trainer.processing_class.save_pretrained(directory)
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())

@@ -75,6 +75,11 @@ class ByDistance(ABC):
         return replace(call, mask=mask.clamp(min=lowest)).run()
 
 
+def wants_gradient(parameter: Tensor) -> bool:
+    """Whether what is computed from a parameter now will be asked for its gradient."""
+    return torch.is_grad_enabled() and parameter.requires_grad
+
+
 @dataclass
 class LinearlyBiased(ByDistance):
     """ALiBi: logits minus slope x distance.
@@ -108,8 +113,8 @@ class LinearlyBiased(ByDistance):
 
     def is_plain(self, call: Call, forward: Forward) -> bool:
         """As `ByDistance.is_plain`; the kernels give slopes no gradient."""
-        wants_gradient = self.slopes is None and torch.is_grad_enabled() and getattr(call.module, SLOPES).requires_grad
-        return not wants_gradient and super().is_plain(call, forward)
+        no_gradient = self.slopes is not None or not wants_gradient(getattr(call.module, SLOPES))
+        return no_gradient and super().is_plain(call, forward)
 
     def added(self, module: nn.Module, query_places: Tensor, key_places: Tensor) -> Tensor:
         """As `ByDistance.added`; a mask that lets a causal model see ahead meets the slopes for keys behind."""

@@ -16,7 +16,10 @@ from hf_posext.attention.interface import Adapter, Call
 from hf_posext.attention.present import Present, present
 from hf_posext.errors import PatchError
 
-SLOPES = "posext_slopes"  # a parameter that an adapter may have given its module
+SLOPES = "posext_slopes"
+BIAS = "posext_bias"
+OWN = (SLOPES, BIAS)
+"""Names of the parameters that adapters may have given their modules."""
 OWNER = "_posext_reader"
 KEYWORD = "posext_reading"
 Value = TypeVar("Value")
@@ -79,6 +82,9 @@ class Reader:
         names: parameters of its forward, in order.
         by_keyword: whether keyword arguments of its forward reach every attention module.
         able: the implementations that can carry what the adapters ask for; None for all.
+        limit: tokens that a text may have; None for no limit.
+        padding: token id that takes no position; None where every token takes one.
+        by_mask: whether tokens that the attention mask hides take no position.
         forward: the forward that runs now, where they do not.
     """
 
@@ -86,6 +92,9 @@ class Reader:
     names: tuple[str, ...]
     by_keyword: bool
     able: tuple[str, ...] | None = None
+    limit: int | None = None
+    padding: int | None = None
+    by_mask: bool = False
     forward: Forward | None = None
 
     def start(self, now: Present, cache: Any, states: Tensor) -> Forward:
@@ -143,10 +152,33 @@ def before_forward(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         tokens_in(cache),
         states,
     )
+    check_limit(reader, now, states)
     reader.forward = reader.start(with_noted_positions(now, cache, states.shape[0]), cache, states)
     if reader.by_keyword:
         return args, {**kwargs, KEYWORD: reader.forward}
     return args, kwargs
+
+
+def check_limit(reader: Reader, now: Present, states: Tensor) -> None:
+    """Refuses a text that is too long before anything that depends on its length runs.
+
+    Positions that are given are checked where they are looked up.
+
+    Raises:
+        ValueError: with the limit.
+    """
+    if reader.limit is None or now.given or not isinstance(now.past, int) or now.past + now.tokens <= reader.limit:
+        return
+    longest = now.past + now.tokens
+    if reader.by_mask and now.counted is not None:
+        longest = int(now.counted.sum(-1).max())
+    elif reader.padding is not None and not states.is_floating_point():
+        longest = now.past + int((states != reader.padding).sum(-1).max())
+    if longest > reader.limit:
+        raise ValueError(
+            f"The text has {longest} tokens, and the model reads {reader.limit} at most. Cut the text, or patch the "
+            "model with a larger `factor` or `target_length`."
+        )
 
 
 def after_forward(owner: nn.Module, args: Any, output: Any) -> None:
@@ -198,9 +230,11 @@ def attach(owner: nn.Module, reader: Reader, adapters: Mapping[nn.Module, Adapte
     """Puts adapters into a sub-model, and what tells them of each forward."""
     for module, adapter in adapters.items():
         module.__dict__[interface.ADAPTER] = adapter
+    is_new = OWNER not in owner.__dict__
     owner.__dict__[OWNER] = reader
-    owner.register_forward_pre_hook(before_forward, with_kwargs=True)
-    owner.register_forward_hook(after_forward, always_call=True)
+    if is_new:
+        owner.register_forward_pre_hook(before_forward, with_kwargs=True)
+        owner.register_forward_hook(after_forward, always_call=True)
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
@@ -213,17 +247,18 @@ def readers(model: nn.Module) -> list[Reader]:
     return [module.__dict__[OWNER] for module in model.modules() if OWNER in module.__dict__]
 
 
-def own_parameters(model: nn.Module) -> dict[nn.Module, nn.Parameter]:
-    """What adapters have given their modules to be trained."""
-    found = ((module, module._parameters.get(SLOPES)) for module in model.modules())
-    return {module: parameter for module, parameter in found if parameter is not None}
+def own_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """What adapters have given their modules to be trained: each with its module and its name there."""
+    found = ((module, name, module._parameters.get(name)) for module in model.modules() for name in OWN)
+    return [(module, name, parameter) for module, name, parameter in found if parameter is not None]
 
 
 def detach(model: nn.Module) -> None:
     """Takes adapters and hooks out of a model; nothing to do where there are none."""
     for module in model.modules():
         module.__dict__.pop(interface.ADAPTER, None)
-        module._parameters.pop(SLOPES, None)
+        for name in OWN:
+            module._parameters.pop(name, None)
         reader: Reader | None = module.__dict__.pop(OWNER, None)
         if reader is None:
             continue

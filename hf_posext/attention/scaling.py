@@ -32,6 +32,16 @@ class Dynamics(Reader):
     levels: tuple[float, ...] | None = None
     is_set: bool = False
 
+    def levels_of(self, lengths: Tensor) -> tuple[float, ...]:
+        """The scale at each of some lengths, [B] int64."""
+        schedule = next(iter(self.schedules.values()))
+        return tuple(schedule.level(lengths.to(schedule.base.device)).tolist())
+
+    def scale_at(self, length: int) -> float:
+        """The scale at which a text of so many tokens is read."""
+        schedule = next(iter(self.schedules.values()))
+        return float(schedule.scale(torch.tensor(length, device=schedule.base.device)))
+
     def start(self, now: Present, cache: Any, states: Tensor) -> ScaledForward:
         """As `Reader.start`."""
         check_levels(self, cache)

@@ -6,17 +6,21 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from hf_posext.contract import Host, PositionTable, RotaryChange, Site, Spectrum
-from hf_posext.mechanisms import alibi, learned, rotary, rotary_table, sinusoidal
+from hf_posext.contract import DistanceChange, Host, PositionTable, RotaryChange, Site, Spectrum, TableChange
+from hf_posext.mechanisms import _rows, alibi, learned, relative_bias, rotary, rotary_table, sinusoidal
+from hf_posext.mechanisms._columns import shrink_columns
 from hf_posext.mechanisms._held import holder_of
-from hf_posext.mechanisms._rows import shrink_columns
+from hf_posext.mechanisms._rows import OLD_ROWS, size_fields
 from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
 
 __all__ = [
+    "OLD_ROWS",
+    "count_positions",
     "find_root",
     "find_sites",
     "has_rows",
     "holder_of",
+    "is_changed",
     "is_finite",
     "is_off",
     "keeper_of",
@@ -24,16 +28,23 @@ __all__ = [
     "read",
     "read_short",
     "read_spectrum",
+    "read_table",
+    "replace_rows",
+    "reserved_rows",
     "reset",
+    "reset_rows",
     "restore",
     "root_model",
     "short_length",
     "shrink_columns",
     "silence",
+    "silence_rows",
+    "size_fields",
     "write",
+    "write_rows",
 ]
 
-KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal, alibi]
+KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal, alibi, relative_bias]
 
 
 def find_sites(model: nn.Module) -> list[Site]:
@@ -94,12 +105,43 @@ def short_length(site: Site) -> int | None:
     return keeper_of(site).short_length(site)
 
 
-def write(site: Site, change: RotaryChange, target_length: int) -> None:
+def write(site: Site, change: RotaryChange | DistanceChange, target_length: int) -> None:
     """Puts a change into a site; a finite table gets `target_length` rows."""
-    if keeper_of(site) is rotary:
-        rotary.write(site, change)
+    keeper = keeper_of(site)
+    if keeper is rotary_table:
+        keeper.write(site, change, target_length)
     else:
-        rotary_table.write(site, change, target_length)
+        keeper.write(site, change)
+
+
+def write_rows(model: nn.Module, site: Site, change: TableChange, reserved: int, is_chosen: bool = False) -> None:
+    """Gives a table other rows behind its reserved ones; with `is_chosen` its old ones stay beside them."""
+    _rows.write(model, site, change, reserved, is_chosen)
+
+
+def read_table(site: Site, trained_length: int) -> PositionTable:
+    """What a table of rows holds now."""
+    return keeper_of(site).read(site, trained_length)
+
+
+def reserved_rows(site: Site) -> int:
+    """Rows of a table, in front, that stand for no position."""
+    return keeper_of(site).reserved_rows(site)
+
+
+def reset_rows(model: nn.Module, site: Site, table: Tensor) -> None:
+    """Gives an unpatched table the rows, [R, W], that it had before it was patched and saved: fewer ones."""
+    _rows.reset(model, site, table, reserved_rows(site))
+
+
+def replace_rows(module: nn.Module, field: str, rows: Tensor) -> None:
+    """Puts rows [R, W] that were loaded or trained into a held table of as many."""
+    _rows.replace_rows(module, field, rows)
+
+
+def count_positions(site: Site) -> int:
+    """Positions for which a table has a row."""
+    return len(getattr(site.module, site.field)) - reserved_rows(site)
 
 
 def has_rows(site: Site) -> bool:
@@ -107,10 +149,15 @@ def has_rows(site: Site) -> bool:
     return site.mechanism in (learned.MECHANISM, sinusoidal.MECHANISM)
 
 
+def is_changed(site: Site) -> bool:
+    """Whether a patch has put something into a site."""
+    return holder_of(site.module) is not None or site.field in vars(site.module)
+
+
 def is_off(site: Site) -> bool:
     """Whether a site is switched off."""
     if site.mechanism != rotary.MECHANISM:
-        return holder_of(site.module) is not None
+        return getattr(holder_of(site.module), "is_off", False)
     return not bool(read_spectrum(site, 1).inv_freq.any())
 
 
@@ -119,16 +166,19 @@ def is_finite(site: Site) -> bool:
     return keeper_of(site) is rotary_table
 
 
-def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None:
-    """Makes a site say nothing: rotation by angle 0, or zeros in place of rows.
+def silence(site: Site, target_length: int) -> None:
+    """Makes a site that is no table of rows say nothing: rotation by angle 0, or no bias.
 
     Args:
-        model: the model.
         site: the site.
         target_length: rows of a finite table of sines and cosines.
-        more: by how much the length in the config was raised, which is the size of a table of rows.
     """
-    keeper_of(site).silence(model, site, target_length, more)
+    keeper_of(site).silence(site, target_length)
+
+
+def silence_rows(model: nn.Module, site: Site, reserved: int, more: int) -> None:
+    """Makes a table add zeros in place of rows; `more` is by how much the length in the config was raised."""
+    keeper_of(site).silence(model, site, reserved, more)
 
 
 def restore(site: Site) -> None:
@@ -136,12 +186,6 @@ def restore(site: Site) -> None:
     keeper_of(site).restore(site)
 
 
-def reset(model: nn.Module, site: Site, more: int) -> None:
-    """Makes an unpatched site what its own class makes of the config as it is now.
-
-    Args:
-        model: the model.
-        site: as it was found before the config was set.
-        more: positions that a patch gave it beyond those that the config has now.
-    """
-    keeper_of(site).reset(model, site, more)
+def reset(model: nn.Module, site: Site) -> None:
+    """Makes an unpatched site that is no table what its own class makes of the config as it is now."""
+    keeper_of(site).reset(model, site)

@@ -120,6 +120,10 @@ def make_held_class(base: type[nn.Module]) -> type[nn.Module]:
             super()._load_from_state_dict(*args, **kwargs)
             self._posext.rewrite(self)
 
+        def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            self._posext.rewrite(self)  # an optimiser may have changed what is to be kept
+            super()._save_to_state_dict(*args, **kwargs)
+
         def compute_default_rope_parameters(
             self, config: Any = None, device: Any = None, seq_len: Any = None, layer_type: str | None = None, **_: Any
         ) -> tuple[Tensor, float]:

@@ -6,24 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from hf_posext.contract import Site
-from hf_posext.lengths import length_fields
+from hf_posext.contract import PositionTable, Site
+from hf_posext.mechanisms import _rows
 from hf_posext.mechanisms._held import holder_of
-from hf_posext.mechanisms._rows import LEARNED as MECHANISM
-from hf_posext.mechanisms._rows import SilentHolder, read, reset, restore, silence
+from hf_posext.mechanisms._rows import restore, size_fields
 from hf_posext.mechanisms._scope import Scoped
-from hf_posext.mechanisms.sinusoidal import is_sinusoid
+from hf_posext.mechanisms.sinusoidal import formula_of
 
-__all__ = ["MECHANISM", "find", "read", "reset", "restore", "silence"]
+__all__ = ["MECHANISM", "find", "read", "reserved_rows", "restore", "silence"]
 
-RESERVED = 2  # rows in front of the first position that some families have whatever their padding
-# Lengths of one side of an encoder-decoder, which transformers does not treat as the model's own.
-SIDE_FIELDS = (
-    "max_encoder_position_embeddings",
-    "max_decoder_position_embeddings",
-    "max_source_positions",
-    "max_target_positions",
-)
+MECHANISM = "learned"
+WIDTHS = ("hidden_size", "d_model", "embedding_size", "n_embd", "dim", "emb_dim")
 
 
 def find(scoped: Scoped) -> list[Site]:
@@ -33,17 +26,28 @@ def find(scoped: Scoped) -> list[Site]:
     known as the model's input embedding.
     """
     module, config = scoped.module, scoped.config
-    if not isinstance(module, nn.Embedding) or is_vocabulary(scoped) or is_sinusoid(module.weight):
+    if not isinstance(module, nn.Embedding) or is_vocabulary(scoped):
         return []
     site = Site(MECHANISM, scoped.name, module, config, "", "weight")
-    if isinstance(holder_of(module), SilentHolder):  # it may have more rows by now
-        return [site]
-    fields = (*length_fields(config), *SIDE_FIELDS)
-    lengths = {length for name in fields if isinstance(length := getattr(config, name, None), int)}
-    reserved = {0, RESERVED, (getattr(config, "pad_token_id", None) or 0) + 1}
-    if not any(module.num_embeddings == length + more for length in lengths for more in reserved):
+    holder = holder_of(module)
+    if isinstance(holder, _rows.RowsHolder):  # it may have more rows by now
+        return [site] if holder.mechanism == MECHANISM else []
+    widths = {getattr(config, name, None) for name in WIDTHS}
+    if module.embedding_dim not in widths or not size_fields(site) or formula_of(module.weight):
         return []
     return [site]
+
+
+def reserved_rows(site: Site) -> int:
+    """Rows in front that stand for no position.
+
+    Those that the config does not count, and else those up to and with the row of padding.
+    """
+    holder = holder_of(site.module)
+    if holder is not None:
+        return holder.reserved
+    uncounted = min(size_fields(site).values(), default=0)
+    return uncounted or _rows.rows_of_padding(site)
 
 
 def is_vocabulary(scoped: Scoped) -> bool:
@@ -57,3 +61,13 @@ def vocabulary_of(owner: Any) -> nn.Module | None:
         return owner.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
+
+
+def read(site: Site, trained_length: int) -> PositionTable:
+    """The first `trained_length` rows for positions."""
+    return _rows.read(site, trained_length, reserved_rows(site))
+
+
+def silence(model: nn.Module, site: Site, reserved: int, more: int) -> None:
+    """Switches the table off; it gets as many more rows, of zeros, as the length in the config says then."""
+    _rows.silence(model, site, more, reserved, grows=True)

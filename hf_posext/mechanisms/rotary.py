@@ -237,13 +237,13 @@ def restore(site: Site) -> None:
         module._buffers[name] = value if device.type == "meta" else holder.original(module, name).to(device)
 
 
-def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None:
+def silence(site: Site, target_length: int) -> None:
     """Rotation by angle 0."""
     spectrum = read(site, target_length)
     write(site, RotaryChange(torch.zeros_like(spectrum.inv_freq), spectrum.attention_scaling))
 
 
-def reset(model: nn.Module, site: Site, more: int) -> None:
+def reset(model: nn.Module, site: Site) -> None:
     """Makes an unpatched module what its class makes of its config now, on the device where it is."""
     fresh = rebuild(site, module_config(site))
     site.module.__dict__.update({name: value for name, value in fresh.__dict__.items() if is_scaling_state(name)})

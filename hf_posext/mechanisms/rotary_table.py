@@ -150,13 +150,13 @@ def restore(site: Site) -> None:
     put_table(module, site.field, holder.original.to(present.device))
 
 
-def silence(model: nn.Module, site: Site, target_length: int, more: int) -> None:
+def silence(site: Site, target_length: int) -> None:
     """Rows of angle 0, as many as the target has tokens."""
     spectrum = read(site, target_length)
     write(site, RotaryChange(torch.zeros_like(spectrum.inv_freq), spectrum.attention_scaling), target_length)
 
 
-def reset(model: nn.Module, site: Site, more: int) -> None:
+def reset(model: nn.Module, site: Site) -> None:
     """Makes an unpatched table what its class makes of the config now: fewer rows, the frequencies of origin."""
     base: Any = type(site.module)
     config: Any = site.config

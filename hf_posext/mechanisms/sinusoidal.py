@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from hf_posext.contract import Site
-from hf_posext.mechanisms._rows import read, reset, restore, silence
+from hf_posext.contract import PositionTable, Site
+from hf_posext.functional import sinusoidal_table
+from hf_posext.mechanisms import _rows
+from hf_posext.mechanisms._held import holder_of
+from hf_posext.mechanisms._rows import restore
 from hf_posext.mechanisms._scope import Scoped
 
-__all__ = ["MECHANISM", "find", "is_sinusoid", "read", "reset", "restore", "silence"]
+__all__ = ["MECHANISM", "find", "formula_of", "read", "reserved_rows", "restore", "silence"]
 
 MECHANISM = "sinusoidal"
 BUFFER = "weights"
 LOOKED_AT = 64  # rows
+FORMULAE: list[dict[str, Any]] = [
+    {"layout": layout, "spacing": spacing}
+    for layout in ("halves", "interleaved")
+    for spacing in ("paper", "tensor2tensor")
+]
 
 
 def find(scoped: Scoped) -> list[Site]:
     """A table as wide as the hidden states whose rows are sines and cosines: a frozen embedding, or a buffer."""
     module = scoped.module
+    holder = holder_of(module)
+    if isinstance(holder, _rows.RowsHolder) and holder.mechanism == MECHANISM:  # its rows may be other ones by now
+        return [Site(MECHANISM, scoped.name, module, scoped.config, "", holder.field)]
     name = "weight" if isinstance(module, nn.Embedding) else BUFFER
     table = getattr(module, name, None)
     width = getattr(scoped.config, "hidden_size", None) or getattr(scoped.config, "d_model", None)
-    if not torch.is_tensor(table) or table.requires_grad or table.dim() != 2 or table.shape[1] != width:
+    if not torch.is_tensor(table) or table.dim() != 2 or table.shape[1] != width:
         return []
-    return [Site(MECHANISM, scoped.name, module, scoped.config, "", name)] if is_sinusoid(table) else []
+    return [] if formula_of(table) is None else [Site(MECHANISM, scoped.name, module, scoped.config, "", name)]
 
 
-def is_sinusoid(table: Tensor) -> bool:
-    """Whether the rows are sines in one half of their channels and cosines of the same angles in the other.
+def formula_of(table: Tensor) -> dict[str, Any] | None:
+    """Which published formula gives the rows of a table, as arguments of `sinusoidal_table`; None for no such table.
 
-    The row of a padding token may be zero, and an odd width has one channel more than two halves.
+    The row of a padding token may be zero, and an odd width may have one channel more than two halves.
     """
-    if table.is_meta or table.dim() != 2 or table.shape[0] < 4 or table.shape[1] < 2 or not table.is_floating_point():
-        return False
-    rows = table.detach()[:LOOKED_AT].float().cpu()
-    rows = rows[rows.abs().sum(1) > 0]
-    if len(rows) < 3:
-        return False
-    half = table.shape[1] // 2
-    sine, cosine = rows[:, :half], rows[:, half : 2 * half]
-    moves = bool((rows[0] != rows[1]).any())
-    radius = sine.square() + cosine.square()
-    return moves and torch.allclose(radius, radius[:1, :1].expand_as(radius), rtol=0.02)
+    if table.is_meta or table.dim() != 2 or min(table.shape) < 4 or not table.is_floating_point():
+        return None
+    rows = table.detach()[:LOOKED_AT].cpu().double()
+    filled = rows.abs().sum(1) > 0
+    tolerance = 4 * torch.finfo(table.dtype).eps + 1e-5  # angles of published code are rounded to float32
+    for formula in FORMULAE:
+        expected = sinusoidal_table(len(rows), table.shape[1], **formula)
+        if filled.sum() > 2 and torch.allclose(rows[filled], expected[filled], rtol=0, atol=tolerance):
+            return formula
+    return None
+
+
+def reserved_rows(site: Site) -> int:
+    """Rows in front that stand for no position."""
+    holder = holder_of(site.module)
+    if holder is not None:
+        return holder.reserved
+    return _rows.rows_of_padding(site)
+
+
+def read(site: Site, trained_length: int) -> PositionTable:
+    """Rows and formula; angles of reserved rows count, since published code numbers rows and not positions."""
+    reserved = reserved_rows(site)
+    found = _rows.read(site, trained_length, reserved)
+    formula = formula_of(getattr(site.module, site.field))
+    if formula is None:
+        return found
+    return replace(found, at=partial(rows_at, found.rows.shape[1], reserved, formula))
+
+
+def rows_at(width: int, reserved: int, formula: dict[str, Any], positions: Tensor) -> Tensor:
+    """[P, W] float64: what a table would say at any positions, [P] float64."""
+    return sinusoidal_table(reserved + positions, width, **formula)
+
+
+def silence(model: nn.Module, site: Site, reserved: int, more: int) -> None:
+    """Switches the table off; its class computes as many rows as it needs."""
+    _rows.silence(model, site, more, reserved, grows=False)

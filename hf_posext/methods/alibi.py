@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from hf_posext.arguments import check_flag, check_positive
 from hf_posext.contract import LinearBias, PositionTable, Spectrum
+from hf_posext.functional import alibi_slopes
 from hf_posext.methods.registry import method
 
 alibi = method(
@@ -19,25 +19,6 @@ alibi = method(
     paper="Press et al. 2021, arXiv 2108.12409, sec. 3",
     needs_tuning=True,
 )
-
-
-def alibi_slopes(heads: int, bias_max: float = 8.0) -> Tensor:
-    """Slope of each head, [H] float64.
-
-    A power of two: 2^(-bias_max h / H) for h = 1, ..., H. Any other H: the slopes of the power of two below, and then
-    every second one of the power of two above, as in the authors' code. The order is not monotonic then.
-
-    Args:
-        heads: H >= 1, all heads of the layer, also where a device holds a part of them.
-        bias_max: exponent of the last head of a power of two.
-
-    Source: ALiBi (arXiv 2108.12409), sec. 3, and the published code for other head counts.
-    """
-    below = 2 ** math.floor(math.log2(heads))
-    slopes = 2.0 ** (-bias_max * torch.arange(1, below + 1, dtype=torch.float64) / below)
-    if below == heads:
-        return slopes
-    return torch.cat((slopes, alibi_slopes(2 * below, bias_max)[0::2][: heads - below]))
 
 
 @alibi.on("rotary")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -75,21 +75,34 @@ class Method:
             reading: what the site reads as.
             factor: the scale in force, a number or [B]: that of the patch, or less where it follows the length.
             limit: the factor of the patch, for functions with a parameter of that name.
-            options: the method's own.
+            options: the method's own, those for other mechanisms included.
         """
         function = self.functions[mechanism]
+        options = {name: value for name, value in options.items() if name in self.options(mechanism)}
         if LIMIT in inspect.signature(function).parameters:
             options = {LIMIT: limit, **options}
         return function(reading, factor, **options)
 
-    def check_options(self, given: dict[str, Any]) -> None:
+    def check_options(self, given: dict[str, Any], mechanisms: Iterable[str] | None = None) -> None:
         """Refuses unknown options and missing required ones.
+
+        Args:
+            given: option name -> value.
+            mechanisms: those of the model at hand; all if None.
 
         Raises:
             TypeError: naming the option, what the method takes, and the nearest known name.
         """
-        allowed = self.all_options()
+        every = self.all_options()
+        used = [each for each in self.functions if mechanisms is None or each in mechanisms]
+        allowed = {name: default for mechanism in used for name, default in self.options(mechanism).items()}
         for name in given:
+            if name in every and name not in allowed:
+                kinds = [mechanism for mechanism in self.functions if name in self.options(mechanism)]
+                raise TypeError(
+                    f"Option `{name}` of `{self.name}` has a meaning for {quoted(kinds)} positions only, and the model "
+                    f"has {quoted(used)}. Leave it out."
+                )
             if name not in allowed:
                 raise TypeError(unknown(f"option of `{self.name}`:", name, allowed))
         missing = [
