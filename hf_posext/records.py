@@ -35,6 +35,7 @@ class PatchRecord:
         dynamic: whether the factor follows the length of the text, up to `factor`.
         scale: "live", or "frozen" for the length of a call of `generate`.
         sites: paths of the changed modules.
+        mechanisms: what encodes position at each of them.
         native: what lets plain transformers load it: a `rope_type`, "weights" (it is in the state dict), "unchanged",
             or None where only `load_pretrained` can.
         before: path of a sub-config -> its fields as they were before the patch (None: the field was not there).
@@ -56,6 +57,7 @@ class PatchRecord:
     sites: list[str]
     native: str | None
     before: dict[str, dict[str, Any]]
+    mechanisms: list[str] = field(default_factory=list)
     previous: list[dict[str, Any]] = field(default_factory=list)
     dynamic: bool = False
     scale: str = "live"

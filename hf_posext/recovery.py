@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from hf_posext import mechanisms
 from hf_posext.configs import config_tree
 from hf_posext.contract import PositionTable, Site, TableChange
+from hf_posext.functional import sinusoidal_table
 from hf_posext.lengths import LENGTH_FIELDS
+from hf_posext.mechanisms.learned import MECHANISM as LEARNED
 from hf_posext.methods import get_method
 from hf_posext.records import PatchRecord
 from hf_posext.spans import is_whole
@@ -51,28 +56,36 @@ def reset(model: nn.Module, record: PatchRecord, sites: list[Site]) -> tuple[Row
         The rows of weights that were loaded, which may have been trained since, and the modules whose old rows are not
         in the checkpoint: these have got others of the same size.
     """
-    mine = [site for site in sites if str(site) in record.sites]
+    kinds = dict(zip(record.sites, record.mechanisms, strict=True))  # rows that were moved follow no formula any more
+    mine = [replace(site, mechanism=kinds[str(site)]) for site in sites if str(site) in kinds]
     growth = {str(site): grown(model, record, site) for site in mine}
     whole = [mechanisms.count_positions(site) - growth[str(site)] for site in mine if is_whole(site)]
     whole += [length for fields in record.before.values() for name, length in fields.items() if name in LENGTH_FIELDS]
     loaded, lost = [], []
     for site in mine:
         table, reserved = getattr(site.module, site.field), mechanisms.reserved_rows(site)
-        if isinstance(table, nn.Parameter) and table.requires_grad:
-            loaded.append((site.module, site.field, table.detach().clone()))
         rows: Tensor | None = table.detach()[reserved:]
+        is_computed = mechanisms.read_table(site, len(table)).at is not None  # by its class: nothing was moved
+        if isinstance(table, nn.Parameter) and not is_computed:
+            loaded.append((site.module, site.field, table.detach().clone()))
         before = counts(
             record, len(table) - reserved - growth[str(site)], min(whole, default=0) if is_whole(site) else None
         )
         for step, (count, used) in zip(reversed(record.steps()), reversed(before), strict=True):
-            rows = None if rows is None else recovered(site, rows, step, count, used)
-        if site.mechanism == "sinusoidal":
-            rows = mechanisms.formula_rows(site, before[0][0])
+            if rows is not None:
+                rows = rows[:count] if is_computed else recovered(site, rows, step, count, used)
         if rows is None:
-            rows = table.detach()[reserved : reserved + before[0][0]].flip(0)
+            rows = stand_in(table.detach()[reserved : reserved + before[0][0]], site)
             lost.append(site.module)
         mechanisms.reset_rows(model, site, torch.cat((table.detach()[:reserved], rows)))
     return loaded, lost
+
+
+def stand_in(rows: Tensor, site: Site) -> Tensor:
+    """Rows of the size of others, for a table whose own are not known: what is made of them is replaced at once."""
+    if site.mechanism == LEARNED:
+        return rows.flip(0)
+    return sinusoidal_table(*rows.shape).to(rows.device, rows.dtype)
 
 
 def grown(model: nn.Module, record: PatchRecord, site: Site) -> int:
@@ -115,7 +128,7 @@ def recovered(site: Site, rows: Tensor, step: PatchRecord, count: int, used: int
         count: N, positions before it.
         used: how many of these it used.
     """
-    unit = PositionTable(torch.eye(used, dtype=torch.float64), 0, len(rows), at=lambda places: torch.zeros(len(places), used))
+    unit = PositionTable(torch.eye(used, dtype=torch.float64), 0, len(rows), at=partial(no_rows, used))
     change = get_method(step.method).change(site.mechanism, unit, step.factor, step.factor, step.options)
     if not isinstance(change, TableChange):  # switched off: nothing was moved
         return rows[:count]
@@ -129,3 +142,8 @@ def recovered(site: Site, rows: Tensor, step: PatchRecord, count: int, used: int
         solved[place >= 0] = rows[place[place >= 0]]
         return solved
     return None
+
+
+def no_rows(width: int, positions: Tensor) -> Tensor:
+    """[P, W] zeros: between old rows nothing of them is known."""
+    return torch.zeros(len(positions), width, dtype=torch.float64)

@@ -142,14 +142,17 @@ def reader_for(owner: nn.Module, rows: list[tuple[Site, TableChange]], plan: Pla
     limit = min(plan.limit if is_whole(site) else len(change.rows) for site, change in rows)
     module = rows[0][0].module
     padding = getattr(module, "padding_idx", None)
-    by_mask = "attention_mask" in inspect.signature(module.forward).parameters
+    numbering: dict[str, Any] = {
+        "by_keyword": False,
+        "limit": limit,
+        "padding": padding,
+        "by_mask": "attention_mask" in inspect.signature(module.forward).parameters,
+        "first": 0 if padding is None else mechanisms.holder_of(module).reserved,
+    }
     if not plan.dynamic:
-        return Reader([], names, by_keyword=False, limit=limit, padding=padding, by_mask=by_mask)
+        return Reader([], names, **numbering)
     trained = min(limit - plan.growth[str(site)] for site, _ in rows)
-    return RowChoice(
-        [], names, by_keyword=False, limit=limit, padding=padding, by_mask=by_mask,
-        trained_length=min(trained, plan.trained_length), factor=plan.factor,
-    )  # fmt: skip
+    return RowChoice([], names, **numbering, trained_length=min(trained, plan.trained_length), factor=plan.factor)
 
 
 def check_longest(model: nn.Module, plan: Plan, sites: list[Site]) -> None:

@@ -64,6 +64,7 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         dynamic=plan.dynamic,
         scale=plan.scale,
         sites=[str(site) for site in sites],
+        mechanisms=[site.mechanism for site in sites],
         native=native_kind,
         note="" if native_kind else note_on(plan),
         own=[name for name in OWN if any(key.endswith(name) for key in root.state_dict())],

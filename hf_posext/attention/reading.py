@@ -84,6 +84,7 @@ class Reader:
         able: the implementations that can carry what the adapters ask for; None for all.
         limit: tokens that a text may have; None for no limit.
         padding: token id that takes no position; None where every token takes one.
+        first: what the first position is called where positions are given, which in some families are row numbers.
         by_mask: whether tokens that the attention mask hides take no position.
         forward: the forward that runs now, where they do not.
     """
@@ -95,6 +96,7 @@ class Reader:
     limit: int | None = None
     padding: int | None = None
     by_mask: bool = False
+    first: int = 0
     forward: Forward | None = None
 
     def start(self, now: Present, cache: Any, states: Tensor) -> Forward:
@@ -162,23 +164,35 @@ def before_forward(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def check_limit(reader: Reader, now: Present, states: Tensor) -> None:
     """Refuses a text that is too long before anything that depends on its length runs.
 
-    Positions that are given are checked where they are looked up.
+    A single token that is decoded is checked where it is looked up: here its position would have to reach the host.
 
     Raises:
         ValueError: with the limit.
     """
-    if reader.limit is None or now.given or not isinstance(now.past, int) or now.past + now.tokens <= reader.limit:
+    if reader.limit is None or not isinstance(now.past, int) or torch.compiler.is_compiling():
         return
-    longest = now.past + now.tokens
-    if reader.by_mask and now.counted is not None:
-        longest = int(now.counted.sum(-1).max())
-    elif reader.padding is not None and not states.is_floating_point():
-        longest = now.past + int((states != reader.padding).sum(-1).max())
+    if now.tokens == 1 and (now.given or now.past < reader.limit):
+        return
+    if not now.given and now.past + now.tokens <= reader.limit:
+        return
+    longest = longest_text(reader, now, states)
     if longest > reader.limit:
         raise ValueError(
             f"The text has {longest} tokens, and the model reads {reader.limit} at most. Cut the text, or patch the "
             "model with a larger `factor` or `target_length`."
         )
+
+
+def longest_text(reader: Reader, now: Present, states: Tensor) -> int:
+    """Positions that the longest text of a batch takes, by what the model numbers them from."""
+    past = int(now.past)
+    if now.given:
+        return int(now.positions.max()) - reader.first + 1
+    if reader.by_mask and now.counted is not None:
+        return int(now.counted.sum(-1).max())
+    if reader.padding is not None and not states.is_floating_point():
+        return past + int((states != reader.padding).sum(-1).max())
+    return past + now.tokens
 
 
 def after_forward(owner: nn.Module, args: Any, output: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Context, Decimal
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -78,6 +79,7 @@ def waves(positions: Tensor, base: float, count: int, steps: Decimal) -> tuple[T
     return sine, cosine
 
 
+@cache
 def frequencies(base: float, count: int, steps: Decimal) -> tuple[Tensor, Tensor]:
     """b^(-i / steps) for i < count as the sum of a float32 number and a rest, two tensors [count] float64."""
     exact = [DIGITS.power(Decimal(base), DIGITS.divide(Decimal(-i), steps)) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Buffers around a table that have something for each position: ids in columns, causal masks in squares."""
+"""What the modules around a table have for each position: ids in columns, causal masks in squares, and their number."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_posext.contract import Site
+from hf_posext.lengths import LENGTH_FIELDS, SIDE_FIELDS
 from hf_posext.mechanisms._scope import scoped_modules
 
 UNDO = "_posext_columns"
+SIZES = (*LENGTH_FIELDS, *SIDE_FIELDS)  # that modules keep beside their config
 
 
 def grow_columns(model: nn.Module, site: Site, more: int, reserved: int) -> None:
@@ -35,6 +37,11 @@ def grow_columns(model: nn.Module, site: Site, more: int, reserved: int) -> None
             if more > 0:
                 module.__dict__.setdefault(UNDO, {}).setdefault(name, buffer)
             module._buffers[name] = other
+        for name in SIZES:
+            if vars(module).get(name) in (rows, rows - reserved):
+                if more > 0:
+                    module.__dict__.setdefault(UNDO, {}).setdefault(name, vars(module)[name])
+                vars(module)[name] += more
 
 
 def grown(buffer: Tensor, more: int) -> Tensor | None:
@@ -75,6 +82,9 @@ def larger_mask(mask: Tensor, more: int) -> Tensor:
 def shrink_columns(model: nn.Module) -> None:
     """Gives all that `grow_columns` has lengthened back."""
     for each in scoped_modules(model):
-        for name, buffer in each.module.__dict__.pop(UNDO, {}).items():
+        for name, value in each.module.__dict__.pop(UNDO, {}).items():
+            if isinstance(value, int):
+                vars(each.module)[name] = value
+                continue
             present = each.module._buffers[name]
-            each.module._buffers[name] = buffer if present is None else buffer.to(present.device)
+            each.module._buffers[name] = value if present is None else value.to(present.device)

@@ -56,11 +56,9 @@ class AskedOfBlocks(Asked):
 
     def __call__(self, distances: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the function makes of d / s for blocks, of d within the window."""
-        return (
-            super().__call__(distances, *args, **kwargs)
-            if distances.dim() > 2
-            else self.own(distances, *args, **kwargs)
-        )
+        if distances.dim() == 2:
+            return self.own(distances, *args, **kwargs)
+        return super().__call__(distances, *args, **kwargs)
 
 
 class AskedUpTo(Asked):
@@ -102,6 +100,7 @@ class DistanceHolder(Unheld):
 
     def __init__(self, module: nn.Module, divisor: Fraction) -> None:
         self.original_class = type(module)
+        self.names = tuple(inspect.signature(module.forward).parameters)
         self.divisor = divisor
 
     def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,13 +108,13 @@ class DistanceHolder(Unheld):
 
         Of positions, each query is asked for its biases at all distances up to the last that has one.
         """
-        given = inspect.signature(forward).bind(module, *args, **kwargs).arguments
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if "relative_distance" in given:
-            return forward(**{**given, "relative_distance": quotient(given["relative_distance"], self.divisor)})
+            return forward(module, **{**given, "relative_distance": quotient(given["relative_distance"], self.divisor)})
         queries, keys = given["query_positions"], given["key_positions"]
         distances = quotient(queries[:, None] - keys, self.divisor)
         reach = torch.arange(module.rel_extent + 1, device=keys.device)
-        profile = forward(**{**given, "query_positions": torch.zeros_like(queries), "key_positions": -reach})
+        profile = forward(module, **{**given, "query_positions": torch.zeros_like(queries), "key_positions": -reach})
         return profile.gather(-1, distances.clamp(0, module.rel_extent).expand(*profile.shape[:2], -1, -1))
 
 
@@ -146,18 +145,19 @@ class Place:
         return has and callable(function) and self.distances in inspect.signature(function).parameters
 
 
-BUCKET, BIAS = "relative_position", "relative_attention_bias"
+DISTANCE, BIAS = "relative_position", "relative_attention_bias"
+# The first that fits counts.
 PLACES = (
-    Place("_relative_position_bucket", BUCKET, BIAS, AskedOfBlocks, having="global_relative_attention_bias"),
-    Place("_relative_position_bucket", BUCKET, BIAS),
-    Place("relative_position_bucket", BUCKET, BIAS),
-    Place("_position_bucket", BUCKET, BIAS),
-    Place("relative_position_bucket", BUCKET, "rel_pos_bias", AskedUpTo, limit="max_rel_pos"),
-    Place("positional_embedding", "pos_seq"),
-    Place("get_rel_pos", "relative_pos", "rel_embeddings", Picked),
-    Place("get_relative_position", "positions", BIAS, Picked),
+    Place("_relative_position_bucket", DISTANCE, BIAS, AskedOfBlocks, having="global_relative_attention_bias"),
+    Place("_relative_position_bucket", DISTANCE, BIAS),  # T5 and its kin
+    Place("relative_position_bucket", DISTANCE, BIAS),  # MPNet
+    Place("_position_bucket", DISTANCE, BIAS),  # CPM-Ant
+    Place("relative_position_bucket", DISTANCE, "rel_pos_bias", AskedUpTo, limit="max_rel_pos"),  # LayoutLMv3
+    Place("positional_embedding", "pos_seq"),  # XLNet
+    Place("get_rel_pos", "relative_pos", "rel_embeddings", Picked),  # DeBERTa
+    Place("get_relative_position", "positions", BIAS, Picked),  # encoder of UDOP
 )
-FORWARDS = (
+FORWARDS = (  # Inkling
     Place("forward", "relative_distance", "proj", None, having="rel_extent"),
     Place("forward", "query_positions", "proj", None, having="rel_extent"),
 )
@@ -221,8 +221,11 @@ def write(site: Site, change: DistanceChange) -> None:
             f"{site} makes one bias for all rows of a batch, so `divisor` must be one number, got a tensor of shape "
             f"{tuple(change.divisor.shape)}. Give a factor that does not follow the length."
         )
-    divisor = Fraction(float(change.divisor)).limit_denominator(LARGEST_DENOMINATOR) * present_divisor(site)
-    restore(site)
+    divisor = Fraction(float(change.divisor)).limit_denominator(LARGEST_DENOMINATOR)
+    before = present(site)
+    if before is not None:
+        divisor *= before.divisor
+        restore(site)
     place = place_of(site)
     if place.stand_in is None:
         hold(site.module, DistanceHolder(site.module, divisor))
@@ -238,20 +241,22 @@ def place_of(site: Site) -> Place:
     return next(place for place in (*PLACES, *FORWARDS) if place.function == site.field and place.is_in(site.module))
 
 
-def present_divisor(site: Site) -> Fraction:
-    """What distances are divided by now, 1 where they are not."""
-    changed = holder_of(site.module) or site.module.__dict__.get(site.field)
-    return changed.divisor if changed is not None else Fraction(1)
+def present(site: Site) -> StandIn | DistanceHolder | None:
+    """What divides the distances of a site now; None where nothing does."""
+    candidates = (holder_of(site.module), site.module.__dict__.get(site.field))
+    return next((each for each in candidates if isinstance(each, StandIn | DistanceHolder)), None)
 
 
 def restore(site: Site) -> None:
     """Gives the module back its own function, and its limit."""
-    if holder_of(site.module) is not None:
+    changed = present(site)
+    if isinstance(changed, DistanceHolder):
         release(site.module)
-    stand_in = site.module.__dict__.pop(site.field, None)
-    if isinstance(stand_in, AskedUpTo):
-        site.module.__dict__[place_of(site).limit] = stand_in.limit
+    elif changed is not None:
+        del site.module.__dict__[site.field]
+    if isinstance(changed, AskedUpTo):
+        site.module.__dict__[place_of(site).limit] = changed.limit
 
 
-def reset(model: nn.Module, site: Site, more: int) -> None:
+def reset(model: nn.Module, site: Site) -> None:
     """Nothing: the bias is computed in each forward."""

@@ -39,7 +39,8 @@ def find(scoped: Scoped) -> list[Site]:
     width = getattr(scoped.config, "hidden_size", None) or getattr(scoped.config, "d_model", None)
     if not torch.is_tensor(table) or table.dim() != 2 or table.shape[1] != width:
         return []
-    return [] if formula_of(table) is None else [Site(MECHANISM, scoped.name, module, scoped.config, "", name)]
+    site = Site(MECHANISM, scoped.name, module, scoped.config, "", name)
+    return [site] if _rows.size_fields(site) and formula_of(table) else []
 
 
 def formula_of(table: Tensor) -> dict[str, Any] | None:
@@ -48,6 +49,9 @@ def formula_of(table: Tensor) -> dict[str, Any] | None:
     The row of a padding token may be zero, and an odd width may have one channel more than two halves.
     """
     if table.is_meta or table.dim() != 2 or min(table.shape) < 4 or not table.is_floating_point():
+        return None
+    few = table.detach()[:4].cpu().double()
+    if (few.square().sum(1) - table.shape[1] / 2).abs().min() > 1:  # of each angle sin^2 + cos^2 = 1
         return None
     rows = table.detach()[:LOOKED_AT].cpu().double()
     filled = rows.abs().sum(1) > 0
