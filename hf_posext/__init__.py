@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_posext.errors import NoSiteError, PatchError
     from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
+    from hf_posext.evaluation.pseudo_perplexity import PseudoPerplexityReport, pseudo_perplexity
     from hf_posext.freezing import fixed_length, scale_for
     from hf_posext.inspection import PositionReport, inspect_model, list_methods
     from hf_posext.loading import export_config, load_pretrained
@@ -22,6 +23,7 @@ _WHERE = {
     "PatchRecord": "records",
     "PerplexityReport": "evaluation.perplexity",
     "PositionReport": "inspection",
+    "PseudoPerplexityReport": "evaluation.pseudo_perplexity",
     "export_config": "loading",
     "fixed_length": "freezing",
     "inspect_model": "inspection",
@@ -30,6 +32,7 @@ _WHERE = {
     "patch_model": "patching",
     "patched": "patching",
     "perplexity": "evaluation.perplexity",
+    "pseudo_perplexity": "evaluation.pseudo_perplexity",
     "record_of": "records",
     "scale_for": "freezing",
     "suspended": "patching",
@@ -43,6 +46,7 @@ __all__ = [
     "PatchRecord",
     "PerplexityReport",
     "PositionReport",
+    "PseudoPerplexityReport",
     "export_config",
     "fixed_length",
     "inspect_model",
@@ -51,6 +55,7 @@ __all__ = [
     "patch_model",
     "patched",
     "perplexity",
+    "pseudo_perplexity",
     "record_of",
     "scale_for",
     "suspended",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posext import dynamic, mechanisms, probe, recovery, tables
+from hf_posext import dynamic, images, mechanisms, probe, recovery, tables
 from hf_posext.attention import reading
 from hf_posext.attention.scaling import Dynamics
 from hf_posext.configs import OwnConfigs, own_configs
@@ -82,6 +82,9 @@ def prove(model: nn.Module, plan: Plan, sites: list[Site], depth: str, reach: in
         NoEffectError: nothing changes.
         PatchError: a module that does not do what it was given, or short text that is not read as before.
     """
+    if plan.is_for_images:
+        images.check(model, plan, sites, depth, before)
+        return
     rotary, _, changes = plan.rotary(sites)
     probe.check_turns(rotary, changes)
     after = probe.run(model, sites, depth, reach) if reach else None
@@ -108,10 +111,12 @@ def reading_as_long(model: nn.Module, length: int) -> Iterator[bool]:
 
 
 def probed_length(model: nn.Module, plan: Plan) -> int:
-    """Tokens over which the positions of a probe are spread: as many as it takes to see the method act.
+    """Tokens over which the positions of a probe are spread, or pixels per side: as many as show the method.
 
     0 where the model cannot read so many, since a table ends before.
     """
+    if plan.is_for_images:
+        return plan.target_length
     if plan.window is not None and any(map(mechanisms.has_rows, mechanisms.find_sites(model))):
         return 0
     if plan.dynamic and plan.spectra:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posext.compat import text_configs
-from hf_posext.lengths import length_fields, side_fields
+from hf_posext.lengths import image_fields, length_fields, side_fields
 from hf_posext.mechanisms import root_model
 
 ABSENT = "<absent>"
@@ -75,7 +75,7 @@ def fields_before(root: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 def written_fields(config: PreTrainedConfig) -> list[str]:
     """Names of the fields that a patch may write."""
-    return [*length_fields(config), *side_fields(config), "rope_parameters"]
+    return [*length_fields(config), *side_fields(config), *image_fields(config), "rope_parameters"]
 
 
 def set_fields(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-MECHANISMS = ("rotary", "learned", "sinusoidal", "alibi", "relative_bias", "attention")
+MECHANISMS = ("rotary", "learned", "sinusoidal", "alibi", "relative_bias", "grid", "attention")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,24 @@ class Host:
     trained_length: int
 
 
-Reading = Spectrum | PositionTable | Host
+@dataclass(frozen=True)
+class GridTable:
+    """What the table of a vision model reads as, which has a row for each patch of a square image.
+
+    Attributes:
+        rows: [R, W] float64 on CPU, those of patches last, line by line.
+        trained_length: N in pixels per side of an image.
+        patch: pixels per side of a patch.
+        at: T in pixels per side -> [R', W] float64, what the model's own code makes of the table for such images.
+    """
+
+    rows: Tensor
+    trained_length: int
+    patch: int
+    at: Callable[[int], Tensor]
+
+
+Reading = Spectrum | PositionTable | Host | GridTable
 
 
 @dataclass(frozen=True)
@@ -131,25 +148,31 @@ class TableChange:
     Attributes:
         rows: [T, W] float64, one for each position.
         old: [T] int64, the old row that each new one is to the last bit, -1 where it is another.
+        keeps_short: whether text that the old table had rows for is read as before.
+        is_scaled: whether old rows stand at positions times a factor.
         is_fixed: whether the rows are a formula rather than weights, and are never trained.
         freezes_old: whether training leaves rows alone that are old ones.
     """
 
     rows: Tensor
     old: Tensor
+    keeps_short: bool = False
+    is_scaled: bool = False
     is_fixed: bool = False
     freezes_old: bool = False
 
-    @property
-    def keeps_short(self) -> bool:
-        """Whether text that the old table had rows for is read as before."""
-        count = int(self.old.max()) + 1
-        return count > 0 and torch.equal(self.old[:count], torch.arange(count))
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether old rows stand at other positions than before."""
-        return bool((self.old > 0).any()) and not self.keeps_short
+@dataclass(frozen=True)
+class GridChange:
+    """What a method makes of the table of a vision model.
+
+    Attributes:
+        rows: [R', W] float64, the whole table.
+        image: T in pixels per side of an image.
+    """
+
+    rows: Tensor
+    image: int
 
 
 @dataclass(frozen=True)
@@ -227,7 +250,7 @@ class Window:
     sinks: int
 
 
-Change = RotaryChange | TableChange | DistanceChange | NoPosition | Remap | Window
+Change = RotaryChange | TableChange | GridChange | DistanceChange | NoPosition | Remap | Window
 
 
 @dataclass(frozen=True)

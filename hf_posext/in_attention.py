@@ -108,15 +108,14 @@ def put_adapters(
 def buckets_of(change: BucketedBias, module: nn.Module) -> Tensor:
     """[2T + 1] int64: the bucket of each distance from query to key that a text of T tokens has, -T, ..., T.
 
-    Keys behind the query have buckets unless the module says that it is causal: some encoders say nothing.
+    Keys behind the query have buckets where attention is bidirectional.
 
     Raises:
         TypeError, ValueError: sizes from which no buckets follow.
     """
     distances = torch.arange(-len(change.rows), len(change.rows) + 1)
-    is_bidirectional = not getattr(module, "is_causal", False)
     sizes = {"buckets": change.buckets, "max_distance": change.max_distance}
-    return relative_buckets(distances, bidirectional=is_bidirectional, **sizes)
+    return relative_buckets(distances, bidirectional=not is_causal_module(module), **sizes)
 
 
 def give_parameter(owner: nn.Module, module: nn.Module, name: str, values: Tensor) -> None:
@@ -192,8 +191,8 @@ def reader_of(owner: PreTrainedModel, configs: list[PreTrainedConfig], by_keywor
 
 
 def is_causal_module(module: nn.Module) -> bool:
-    """Whether an attention module sees only earlier tokens."""
-    return bool(getattr(module, "is_causal", True))
+    """Whether an attention module sees only earlier tokens: the few that do not say it belong to encoders."""
+    return bool(getattr(module, "is_causal", False))
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Group
@@ -13,7 +14,7 @@ from torch import nn
 
 from hf_posext import mechanisms
 from hf_posext.attention.reading import adapters, readers
-from hf_posext.contract import Host, MethodInfo, PositionTable, Site
+from hf_posext.contract import GridTable, Host, MethodInfo, PositionTable, Site
 from hf_posext.in_attention import is_attention
 from hf_posext.methods import REGISTRY
 from hf_posext.planning import ATTENTION
@@ -113,12 +114,13 @@ class PositionReport(Report):
 
     def summary(self) -> str:
         """Trained and usable length and the patch, in a few words."""
+        unit = "pixels per side" if any(site.mechanism == "grid" for site in self.sites) else "tokens"
         if self.record is None:
-            return f"trained for {self.trained_length} tokens, not patched"
+            return f"trained for {self.trained_length} {unit}, not patched"
         state = "" if self.in_force else ", RECORDED BUT NOT IN FORCE"
         method, factor = self.record["method"], self.record["factor"]
         how = f"{method} (dynamic)" if self.record["dynamic"] else method
-        return f"trained for {self.trained_length}, reads {self.usable_length} tokens by {how} x{factor:g}{state}"
+        return f"trained for {self.trained_length}, reads {self.usable_length} {unit} by {how} x{factor:g}{state}"
 
 
 def inspect_model(model: nn.Module) -> PositionReport:
@@ -135,8 +137,9 @@ def inspect_model(model: nn.Module) -> PositionReport:
     length = record.trained_length if record else length_of(model)
     sites = mechanisms.find_sites(model)
     in_force = None if record is None else is_in_force(root, record.native, sites)
-    changed = {name for step in record.steps() for name in step.sites} if record and in_force else set()
-    rows = [site_report(site, length or 1, str(site) in changed) for site in sites]
+    steps = record.steps() if record and in_force else []
+    changed = [any(step.mechanism_at(str(site)) for step in steps) for site in sites]
+    rows = [site_report(site, length or 1, is_patched) for site, is_patched in zip(sites, changed, strict=True)]
     return PositionReport(
         model=type(root).__name__,
         trained_length=length,
@@ -157,7 +160,7 @@ def is_in_force(model: nn.Module, native: str | None, sites: list[Site]) -> bool
 def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
     """The row of one site; N in tokens only bears on the count of incomplete channels."""
     reading, kind = mechanisms.read(site, length), type(site.module).__name__
-    if isinstance(reading, PositionTable):
+    if isinstance(reading, PositionTable | GridTable):
         return SiteReport(
             site.mechanism,
             str(site),
@@ -165,7 +168,7 @@ def site_report(site: Site, length: int, is_patched: bool) -> SiteReport:
             is_patched,
             mechanisms.is_off(site),
             None,
-            rows=len(getattr(site.module, site.field)),
+            rows=attrgetter(site.field)(site.module).shape[-2],
         )
     if isinstance(reading, Host):
         return SiteReport(site.mechanism, str(site), kind, is_patched, mechanisms.is_off(site), None)
@@ -225,6 +228,6 @@ def list_methods(model: nn.Module | None = None) -> list[MethodInfo]:
     if model is None:
         return [method.info() for method in REGISTRY.values()]
     present = {site.mechanism for site in mechanisms.find_sites(model)}
-    if any(is_attention(module) for module in model.modules()):
+    if "grid" not in present and any(is_attention(module) for module in model.modules()):
         present.add(ATTENTION)
     return [method.info() for method in REGISTRY.values() if present & set(method.functions)]

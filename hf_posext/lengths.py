@@ -26,6 +26,8 @@ SIDE_FIELDS = (
     "max_source_positions",
     "max_target_positions",
 )
+# The size of the images of a vision model: pixels per side, or a pair of them.
+IMAGE_FIELD = "image_size"
 # Types whose `factor` says that the model reads `factor` times `original_max_position_embeddings`.
 STATIC_TYPES = ("yarn", "longrope", "llama3")
 
@@ -39,6 +41,12 @@ def length_fields(config: PreTrainedConfig) -> list[str]:
 def side_fields(config: PreTrainedConfig) -> list[str]:
     """Names of the fields that a config has for the length of one side."""
     return [name for name in SIDE_FIELDS if isinstance(getattr(config, name, None), int)]
+
+
+def image_fields(config: PreTrainedConfig) -> list[str]:
+    """Names of the fields for the size of the images that a vision model is made for; none where a text has a length."""
+    sees = all(getattr(config, name, None) is not None for name in (IMAGE_FIELD, "patch_size"))
+    return [IMAGE_FIELD] if sees and not length_fields(config) else []
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -165,11 +165,11 @@ def ensure_adopted(model: nn.Module) -> None:
     own_configs(model)
     found = mechanisms.find_sites(model)  # before the config is set, since a table is known by its length
     loaded = {str(site): mechanisms.read(site, record.target_length) for site in found}
-    rows, lost = recovery.reset(model, record, [site for site in found if mechanisms.has_rows(site)])
+    rows, lost = recovery.reset(model, record, [site for site in found if mechanisms.is_table(site)])
     set_fields(model, record.before)
     delattr(root.config, CONFIG_FIELD)
     for site in found:
-        if not mechanisms.has_rows(site):
+        if not mechanisms.is_table(site):
             mechanisms.reset(model, site)
     replay(model, record, trained=Trained(rows))
     for module in lost:

@@ -12,6 +12,7 @@ from hf_posext.arguments import LAYERS, SCALES, check_choice, check_length, reso
 from hf_posext.contract import (
     BucketedBias,
     Change,
+    GridChange,
     Host,
     NoPosition,
     Reading,
@@ -79,6 +80,11 @@ class Plan:
         return any(self._differs) or (self.window is not None and self.factor != 1)
 
     @property
+    def is_for_images(self) -> bool:
+        """Whether the model sees: N and T are pixels per side."""
+        return any(isinstance(change, GridChange) for change in self.changes)
+
+    @property
     def acts_in_attention(self) -> bool:
         """Whether sites are switched off, distances are read as other ones, or logits get a bias."""
         kinds = BucketedBias | NoPosition | Remap
@@ -139,7 +145,7 @@ def make_plan(
     readings = [read(site, length, growth.get(str(site), 0), given_length is not None) for site in sites]
     changes = [change_of(chosen, site, reading, scale, options) for site, reading in zip(sites, readings, strict=True)]
     window = chosen.change(ATTENTION, Host(length), scale, scale, options) if ATTENTION in chosen.functions else None
-    follows = check_dynamic(chosen, sites, changes, dynamic or chosen.follows_length(options), window)
+    follows = check_dynamic(chosen, sites, changes, scale, dynamic or chosen.follows_length(options), window)
     if scaling != "live" and not follows:
         raise ValueError(
             f"`scale`={scaling!r} has a meaning only for a factor that follows the length. Give dynamic=True too."
@@ -178,7 +184,7 @@ def read(site: Site, length: int, growth: int, is_given: bool) -> Reading:
 
 
 def check_dynamic(
-    method: Method, sites: list[Site], changes: list[Change], wanted: bool, window: Window | None
+    method: Method, sites: list[Site], changes: list[Change], factor: float, wanted: bool, window: Window | None
 ) -> bool:
     """Whether the factor follows the length of the text.
 
@@ -196,7 +202,9 @@ def check_dynamic(
         raise ValueError(
             "`dynamic`=True has no meaning for a relative bias, which all texts of a batch share. Leave it out."
         )
-    if any(isinstance(change, TableChange) and not change.is_scaled for change in changes):
+    if any(isinstance(change, GridChange) for change in changes):
+        raise ValueError("`dynamic`=True has no meaning for images, which are all of one size. Leave it out.")
+    if factor != 1 and any(isinstance(change, TableChange) and not change.is_scaled for change in changes):
         raise ValueError(
             f"`{method.name}` does not move the positions of short text, so nothing depends on its length. Leave "
             "`dynamic` out."
@@ -211,7 +219,8 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
         NoSiteError: none, with what was looked at, or with the methods that do apply.
     """
     found = mechanisms.find_sites(model)
-    if ATTENTION in method.functions:
+    sees = any(map(mechanisms.is_grid, found))
+    if ATTENTION in method.functions and not sees:
         return []
     partitioned = [name for name, each in model.named_parameters() if hasattr(each, "ds_id") and not each.numel()]
     if partitioned and not any(site.mechanism in method.functions for site in found):
@@ -227,7 +236,8 @@ def sites_for(model: nn.Module, method: Method, layers: str) -> list[Site]:
     sites = [site for site in found if site.mechanism in method.functions]
     if not sites:
         kinds = sorted({site.mechanism for site in found})
-        able = [each.name for each in REGISTRY.values() if {*kinds, ATTENTION} & set(each.functions)]
+        served = {*kinds} if sees else {*kinds, ATTENTION}
+        able = [each.name for each in REGISTRY.values() if served & set(each.functions)]
         raise NoSiteError(f"`{method.name}` has no meaning for a {kinds[0]} encoding. Methods that do: {quoted(able)}.")
     chosen = [site for site in sites if layers == "all" or not site.is_local]
     if not chosen:

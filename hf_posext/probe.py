@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
-from hf_posext.mechanisms import find_sites, keeper_of, rotary
+from hf_posext.mechanisms import find_sites, grid, is_grid, keeper_of, root_model, rotary
 from hf_posext.mechanisms._scope import scoped_modules
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def first_attention(owner: nn.Module, sites: list[Site]) -> list[nn.Module]:
 
 
 def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor | None:
-    """What comes out of the first attention that the sites serve, or of the whole stack, for a few tokens.
+    """What comes out of the first attention that the sites serve, or of the whole stack, for a few tokens or an image.
 
     The first attention costs next to nothing on a large model, but one without rotation shows nothing: the whole stack
     is the second try. The mask is given, or gaps between positions would look like packed documents. The random state
@@ -98,27 +99,20 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
         model: the model, patched or not.
         sites: the sites of the patch; those of the model for one that changes none.
         depth: one of `DEPTHS`.
-        length: N, over which the positions are spread.
+        length: N, over which the positions are spread; of a vision model pixels per side.
 
     Returns:
-        A tensor, or None where the model cannot run on token ids alone.
+        A tensor, or None where the model cannot run on token ids alone, or on an image alone.
     """
     sites = sites or find_sites(model)
     if not sites:
         return None
     owner = next(each.owner for each in scoped_modules(model) if each.module is sites[0].module)
+    owner = root_model(model) if is_grid(sites[0]) else owner
     accepted = inspect.signature(owner.forward).parameters
-    device = next(owner.parameters()).device
-    if device.type == "meta":
+    if next(owner.parameters()).device.type == "meta":
         return None
-    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
-    positions = torch.arange(TOKENS, device=device)[None] * max(1, length // TOKENS)
-    inputs = {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "position_ids": positions,
-        "use_cache": False,
-    }
+    inputs = image(owner, sites[0], length) if is_grid(sites[0]) else text(owner, length)
     stop = first_attention(owner, sites) if depth == DEPTHS[0] else []
     every_gpu = range(torch.cuda.device_count())  # named, since leaving them out warns where there are several
     with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), unmoved(sites), stopping_at(stop):
@@ -132,6 +126,29 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
             return None
     first = output if torch.is_tensor(output) else output[0]
     return first if torch.is_tensor(first) else None
+
+
+def text(owner: PreTrainedModel, length: int) -> dict[str, Any]:
+    """A few tokens whose positions are spread over a length."""
+    device = next(owner.parameters()).device
+    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
+    positions = torch.arange(TOKENS, device=device)[None] * max(1, length // TOKENS)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "position_ids": positions,
+        "use_cache": False,
+    }
+
+
+def image(owner: PreTrainedModel, site: Site, side: int) -> dict[str, Any]:
+    """A square image with something else in every place; one of another size than the model's is to be interpolated."""
+    channels = getattr(site.config, "num_channels", 3)
+    pixels = torch.arange(channels * side * side, dtype=torch.float32).sin().reshape(1, channels, side, side)
+    return {
+        "pixel_values": pixels.to(next(owner.parameters()).device, owner.dtype),
+        grid.HOOK: side != grid.sizes_of(site).image,
+    }
 
 
 @contextmanager

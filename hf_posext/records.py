@@ -90,10 +90,21 @@ class PatchRecord:
         """All patches that are in force, oldest first, this one last."""
         return [*(PatchRecord.from_dict(data) for data in self.previous), self]
 
+    def mechanism_at(self, path: str) -> str | None:
+        """What encodes position at the changed module of some path, None where it was not changed.
+
+        In a model that was saved with a head and loaded without it, or the other way, paths have another beginning.
+        """
+        for name, mechanism in zip(self.sites, self.mechanisms, strict=True):
+            if path == name or path.endswith(f".{name}") or name.endswith(f".{path}"):
+                return mechanism
+        return None
+
     def describe(self) -> str:
         """Method, factor and lengths in a few words."""
         word = f"{self.method} (dynamic)" if self.dynamic else self.method
-        return f"{word} x{self.factor:g} ({self.trained_length} -> {self.target_length} tokens)"
+        unit = "pixels per side" if "grid" in self.mechanisms else "tokens"
+        return f"{word} x{self.factor:g} ({self.trained_length} -> {self.target_length} {unit})"
 
 
 def plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from hf_posext import mechanisms
 from hf_posext.configs import config_tree
 from hf_posext.contract import PositionTable, Site, TableChange
 from hf_posext.functional import sinusoidal_table
-from hf_posext.lengths import LENGTH_FIELDS
+from hf_posext.lengths import IMAGE_FIELD, LENGTH_FIELDS
+from hf_posext.mechanisms import grid
 from hf_posext.mechanisms.learned import MECHANISM as LEARNED
 from hf_posext.methods import get_method
 from hf_posext.records import PatchRecord
@@ -24,9 +26,9 @@ Rows = list[tuple[nn.Module, str, Tensor]]
 def live_rows(model: nn.Module) -> Rows:
     """Module, name and value of each table of weights that a patch has given other rows, which may be trained."""
     found = [
-        (site.module, site.field, getattr(site.module, site.field))
+        (site.module, site.field, attrgetter(site.field)(site.module))
         for site in mechanisms.find_sites(model)
-        if mechanisms.has_rows(site)
+        if mechanisms.is_table(site)
     ]
     return [(module, name, rows) for module, name, rows in found if is_trained(module, rows)]
 
@@ -56,8 +58,12 @@ def reset(model: nn.Module, record: PatchRecord, sites: list[Site]) -> tuple[Row
         The rows of weights that were loaded, which may have been trained since, and the modules whose old rows are not
         in the checkpoint: these have got others of the same size.
     """
-    kinds = dict(zip(record.sites, record.mechanisms, strict=True))  # rows that were moved follow no formula any more
-    mine = [replace(site, mechanism=kinds[str(site)]) for site in sites if str(site) in kinds]
+    kinds = [
+        (site, record.mechanism_at(str(site))) for site in sites
+    ]  # rows that were moved follow no formula any more
+    mine = [replace(site, mechanism=kind) for site, kind in kinds if kind is not None]
+    if any(map(mechanisms.is_grid, mine)):  # a model has no other tables then
+        return reset_grids(record, mine)
     growth = {str(site): grown(model, record, site) for site in mine}
     whole = [mechanisms.count_positions(site) - growth[str(site)] for site in mine if is_whole(site)]
     whole += [length for fields in record.before.values() for name, length in fields.items() if name in LENGTH_FIELDS]
@@ -78,6 +84,18 @@ def reset(model: nn.Module, record: PatchRecord, sites: list[Site]) -> tuple[Row
             rows = stand_in(table.detach()[reserved : reserved + before[0][0]], site)
             lost.append(site.module)
         mechanisms.reset_rows(model, site, torch.cat((table.detach()[:reserved], rows)))
+    return loaded, lost
+
+
+def reset_grids(record: PatchRecord, sites: list[Site]) -> tuple[Rows, list[nn.Module]]:
+    """As `reset`, for the tables of a vision model, whose old rows are never in the checkpoint."""
+    before = grid.square(record.before[""][IMAGE_FIELD])
+    loaded, lost = [], []
+    for site in sites:
+        if before is not None and grid.sizes_of(site).image != before:
+            loaded.append((site.module, site.field, grid.table_of(site).detach().clone()))
+            grid.reset(site, before)
+            lost.append(site.module)
     return loaded, lost
 
 

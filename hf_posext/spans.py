@@ -7,14 +7,20 @@ from torch import nn
 from hf_posext import mechanisms
 from hf_posext.contract import Site
 from hf_posext.lengths import LENGTH_FIELDS, trained_length
+from hf_posext.mechanisms import grid
 
 
 def length_of(model: nn.Module) -> int | None:
     """N in tokens of a model as it is: what its tables of positions have rows for, else what its config says.
 
     Tables that the length of the whole model decides come first, those of one side of an encoder-decoder after them.
+    A vision model reads images of N pixels per side.
     """
-    tables = [site for site in mechanisms.find_sites(model) if mechanisms.has_rows(site)]
+    sites = mechanisms.find_sites(model)
+    sides = [grid.sizes_of(site).image for site in sites if mechanisms.is_grid(site)]
+    if sides:
+        return min(sides)
+    tables = [site for site in sites if mechanisms.has_rows(site)]
     if not tables:
         return trained_length(mechanisms.root_model(model).config)
     whole = [mechanisms.count_positions(site) for site in tables if is_whole(site)]
@@ -41,8 +47,14 @@ def growths(model: nn.Module, sites: list[Site], length: int, target: int, facto
         factor: s.
 
     Raises:
-        ValueError: N is more than there are rows for.
+        ValueError: N is more than there are rows for, or not the size of the images that a grid is for.
     """
+    sides = [grid.sizes_of(site).image for site in sites if mechanisms.is_grid(site)]
+    if sides and sides != [length]:
+        raise ValueError(
+            f"`original_max_position_embeddings` must be the `image_size` of the config, {sides[0]} pixels per side, "
+            f"got {length}. Leave it out."
+        )
     tables = [site for site in sites if mechanisms.has_rows(site)]
     most = length_of(model) if tables else None
     if most is None:

@@ -6,7 +6,7 @@ import copy
 
 from torch import nn
 
-from hf_posext import distances, mechanisms, native, tables
+from hf_posext import distances, images, mechanisms, native, tables
 from hf_posext.configs import ConfigUndo, config_parts
 from hf_posext.contract import DistanceChange, RotaryChange, Site, Spectrum, TableChange
 from hf_posext.mechanisms import logits
@@ -25,6 +25,9 @@ def write(model: nn.Module, plan: Plan, sites: list[Site], undo: ConfigUndo, fir
     if any(isinstance(change, TableChange) for change in plan.changes):
         tables.write(model, plan, sites)
         kinds.append(tables.native_kind(model, plan, sites))
+    if plan.is_for_images:
+        images.write(model, plan, sites, undo)
+        kinds.append("weights")
     if any(isinstance(change, DistanceChange) for change in plan.changes):
         distances.write(model, plan, sites)
         kinds.append(None)

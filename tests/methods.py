@@ -44,6 +44,9 @@ DYNAMIC_BY_NATURE = ("dynamic_ntk",)
 IN_ATTENTION = ("alibi", "nope", "self_extend", "rerope", "leaky_rerope", "window")
 """Methods that act on logits rather than on frequencies: tests/in_attention.py says how they are run."""
 
+ON_TABLES = ("tile", "hierarchical", "sinusoidal", "relative_bias")
+"""Methods that have a meaning for tables of rows alone: tests/tables.py says how they are run."""
+
 # What is asked of every method is asked of it on these rows, one for each way in which a position encoding is kept.
 CORE = ("llama", "gemma3", "gpt_neox", "gptj", "roformer", "qwen2_vl", "deepseek_v3", "llama_yarn", "phi3_longrope")
 EVERYWHERE = ("pi", "yarn")

@@ -34,6 +34,7 @@ def kept(value: int) -> int:
 KEY_VALUE_HEADS = r"\w*num_(key_value|kv)_heads|num_query_groups|kv_n_heads"
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"\w*vocab_size\w*", at_most(VOCABULARY)),
+    (r"max_2d_position_embeddings", TRAINED_LENGTH + HEAD_WIDTH),
     (r"n_positions|n_ctx|max_seq_len|model_max_length|\w*max_\w*(position_embeddings|positions)", TRAINED_LENGTH),
     (r"index_topk|index_topk_blocks|keep_window_size", 2 * TRAINED_LENGTH),
     (r"(attention_)?(sliding_window|window_size)(_size)?|attention_window|local_attention|attention_chunk_size", 8),
@@ -86,6 +87,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "Zamba2Config": {"use_mem_rope": True},
     # The default configuration cannot build its own model.
+    "Pix2StructTextConfig": {"initializer_range": INITIALIZER_RANGE},
+    "T5Gemma2TextConfig": {"dropout_rate": 0.0},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 3}},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": DEFAULT_ROPE}},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
@@ -102,6 +105,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "Step3p7TextConfig": {"sliding_window": 8},
+    # It would not run on text alone, or not on text of one channel.
+    "LayoutLMv3Config": {"visual_embed": False, "coordinate_size": 12, "shape_size": 8},
+    "MusicgenDecoderConfig": {"num_codebooks": 1},
+    "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
+    "XmodConfig": {"default_language": "en_XX"},
+    # Two sizes would be the same by accident.
+    "GradiumPhononTTSConfig": {"num_speakers_vocab_size": 8},
+    "PegasusXConfig": {"num_global_tokens": 8},
     # One field must be a function of others.
     "Apertus1p5Config": {"image_token_offset": 8, "audio_token_offset": 72},
     "DoryConfig": {
@@ -115,6 +126,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "swa_head_dim": 2 * HEAD_WIDTH,
         "head_dim": 2 * HEAD_WIDTH,
     },
+    "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "LiltConfig": {"hidden_size": 6 * HEAD_WIDTH},
+    "NystromformerConfig": {"conv_kernel_size": 5},
+    "ReformerConfig": {"axial_pos_embds_dim": [WIDTH // 2, WIDTH // 2], "axial_pos_shape": [4, TRAINED_LENGTH // 4]},
     "FalconH1Config": {"mamba_d_ssm": 2 * WIDTH, "mamba_d_head": HEAD_WIDTH},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": WIDTH // 4},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
@@ -122,8 +137,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 """Configuration class to fields: what no rule on names can know."""
 
 
-def shrunken(config: Any) -> Any:
-    """A new configuration of the same class in which every dimension is tiny."""
+def shrunken(config: Any, **settings: Any) -> Any:
+    """A new configuration of the same class in which every dimension is tiny, and `settings` are as given."""
     keep = kept_layers(config)
     names = sorted(field.name for field in fields(config))
     changes = {name: _tiny_value(config, name, _value(config, name), keep) for name in names}
@@ -133,7 +148,7 @@ def shrunken(config: Any) -> Any:
         has_axes = "mrope_section" in config.ignore_keys_at_rope_validation and config.rope_parameters
         axes = {"mrope_section": [1, 1, 1]} if has_axes else {}
         changes["rope_parameters"] = tiny_rope(axes | config.rope_parameters, width)
-    return type(config)(**changes | copy.deepcopy(dict(OVERRIDES.get(type(config).__name__, {}))))
+    return type(config)(**changes | copy.deepcopy(dict(OVERRIDES.get(type(config).__name__, {}))) | settings)
 
 
 def _value(config: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from hf_posext import inspect_model, list_methods, patch_model, record_of, unpatch_model
 from tests import special_models
 from tests.architectures import ARCHITECTURES, Architecture, tiny_model
-from tests.methods import DYNAMIC_BY_NATURE, IN_ATTENTION, METHOD, frequencies_of, pairs, patch_row
+from tests.methods import DYNAMIC_BY_NATURE, IN_ATTENTION, METHOD, ON_TABLES, frequencies_of, pairs, patch_row
 from tests.snapshots import differences, snapshot
 
 ROWS = pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.id)
@@ -120,7 +120,7 @@ def test_a_wrapped_model_gives_the_same_report() -> None:
 
 def test_every_method_is_listed_with_what_a_user_needs() -> None:
     rows = list_methods()
-    assert {row.name for row in rows} == {*METHOD, *DYNAMIC_BY_NATURE, *IN_ATTENTION}
+    assert {row.name for row in rows} == {*METHOD, *DYNAMIC_BY_NATURE, *IN_ATTENTION, *ON_TABLES}
     assert all(row.summary and row.paper and row.mechanisms for row in rows)
     assert {row.name: set(row.options) for row in rows}["longrope"] == {
         "long_factor",
@@ -136,7 +136,8 @@ def test_a_rotary_model_can_have_every_rotary_method(build: Any) -> None:
 
 
 def test_a_model_with_a_table_can_have_what_needs_no_rotation() -> None:
-    assert [row.name for row in list_methods(special_models.gpt2())] == ["alibi", "nope", "window"]
+    without_rotation = {"pi", "alibi", "nope", "window", *ON_TABLES}
+    assert {row.name for row in list_methods(special_models.gpt2())} == without_rotation
     (site,) = inspect_model(special_models.gpt2()).sites
     assert (site.mechanism, site.site, site.rows, site.base) == ("learned", "transformer.wpe", 32, None)
 

@@ -6,7 +6,10 @@ import pytest
 
 import hf_posext
 
-PROMISED = ["patch_model", "unpatch_model", "patched", "inspect_model", "list_methods", "load_pretrained", "perplexity"]
+PROMISED = [
+    "patch_model", "unpatch_model", "patched", "inspect_model", "list_methods", "load_pretrained", "perplexity",
+    "pseudo_perplexity",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROMISED)

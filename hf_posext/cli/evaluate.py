@@ -1,11 +1,13 @@
-"""`posext eval`: perplexity at several context lengths, beside the bars that an extension has to beat."""
+"""`posext eval`: perplexity, of a masked LM pseudo-perplexity, at several context lengths, beside the bars to beat."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +29,9 @@ from hf_posext.cli._terminal import (
     write_report,
 )
 
+if TYPE_CHECKING:
+    from hf_posext.evaluation.perplexity_report import PerplexityReport
+
 
 def run(
     model: ModelArgument,
@@ -44,46 +49,82 @@ def run(
     dynamic: DynamicOption = False,
     layers: LayersOption = "full",
     option: OptionOption = None,
-    protocol: Annotated[str, typer.Option(help="tail, full, sliding or disjoint.")] = "tail",
+    protocol: Annotated[
+        str | None, typer.Option(help="Causal models: tail (if not given), full, sliding or disjoint.")
+    ] = None,
     stride: Annotated[int | None, typer.Option(help="Protocol sliding: tokens by which the window moves.")] = None,
-    bars: Annotated[str | None, typer.Option(help="Bars to beat, with commas: truncate, window, none.")] = None,
+    mask_share: Annotated[float | None, typer.Option(help="Masked LMs: share of the tokens masked at a time.")] = None,
+    draws: Annotated[int | None, typer.Option(help="Masked LMs: passes, each with other tokens masked.")] = None,
+    bars: Annotated[
+        str | None, typer.Option(help="Bars to beat, with commas: truncate, none, for causal models also window.")
+    ] = None,
     documents: Annotated[int | None, typer.Option(help="Read this many documents at most.")] = None,
-    endpoints: Annotated[int, typer.Option(help="Protocol tail: places in each document where targets end.")] = 4,
+    endpoints: Annotated[
+        int | None, typer.Option(help="Protocol tail and masked LMs: places in each document where targets end.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and plot.png.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity at several context lengths, on the same tokens, with intervals over documents."""
+    """Measure perplexity at several context lengths, on the same tokens, with intervals over documents.
+
+    Of a masked LM it is the pseudo-perplexity, positions up to the trained length and beyond it apart.
+    """
     lengths, options, texts = parse_lengths(context_lengths), parse_options(option), read_texts(model, text)
     if method is None and (options or dynamic or factor is not None or target_length is not None):
         raise ValueError(
             "`--factor`, `--target-length`, `--dynamic` and `--option` belong to a method. Give --method as well."
         )
     with quiet():
-        from hf_posext.evaluation.perplexity import perplexity
         from hf_posext.patching import patch_model
 
         network, tokenizer = load_for_scoring(model)
+        measure = choose(network, {"protocol": protocol, "stride": stride}, {"mask_share": mask_share, "draws": draws})
         if method is not None:
             patch_model(network, method, factor, target_length=target_length, dynamic=dynamic, layers=layers, **options)
-        report = perplexity(
+        report = measure(
             network,
             tokenizer,
             texts,
             context_lengths=lengths,
-            protocol=protocol,
-            stride=stride,
             bars=None if bars is None else [bar.strip() for bar in bars.split(",") if bar.strip()],
             text_column=text_column,
             max_documents=documents,
-            endpoints_per_document=endpoints,
             batch_size=batch_size,
+            **given({"endpoints_per_document": endpoints}),
         )
         files = [] if out is None else write_report(report, report.to_dict(), out)
     if as_json:
         show_json(report.to_dict())
     else:
         show(report, *(f"saved {path}" for path in files))
+
+
+def choose(network: Any, causal: dict[str, Any], masked: dict[str, Any]) -> Callable[..., PerplexityReport]:
+    """The evaluation that a model needs, with the options that are its own.
+
+    Args:
+        network: the model.
+        causal: options for causal models, None where they were not given.
+        masked: the same for masked LMs.
+
+    Raises:
+        ValueError: an option for the other kind of model.
+    """
+    from hf_posext.evaluation.perplexity import perplexity
+    from hf_posext.evaluation.pseudo_perplexity import is_masked_lm, pseudo_perplexity
+
+    is_masked = is_masked_lm(network)
+    own, others, kind = (masked, causal, "causal models") if is_masked else (causal, masked, "masked LMs")
+    for name, value in given(others).items():
+        word = f"--{name.replace('_', '-')}"
+        raise ValueError(f"`{word}` is for {kind}, got {value!r} with {type(network).__name__}. Leave it out.")
+    return partial(pseudo_perplexity if is_masked else perplexity, **given(own))
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; the others keep the defaults of the function."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_posext.errors import PatchError
-from hf_posext.evaluation.measuring import Scores, curve, measurements, score_plan
+from hf_posext.evaluation.arms import check_reach
+from hf_posext.evaluation.forwards import LengthError
+from hf_posext.evaluation.masking import MaskedPlan
+from hf_posext.evaluation.measuring import Scores, curve, measurements, placed_measurements, score_plan
 from hf_posext.evaluation.perplexity_report import PerplexityReport
-from hf_posext.evaluation.protocols import Plan, Settings
-from hf_posext.evaluation.scoring import LengthError
+from hf_posext.evaluation.protocols import MaskedSettings, Plan, Settings
+from hf_posext.evaluation.pseudo_report import PseudoPerplexityReport
 from hf_posext.patching import patched, suspended
 
 LEFT_OUT = "The bar `{bar}` is left out: {reason}."
+UNKNOWN_LENGTH = "the config does not say a trained length"
 
 
 @dataclass
@@ -86,8 +90,7 @@ def add_bars(
     bars = [bar for bar in settings.bars if bar != "none" or report.record is not None]
     if report.trained_length is None:
         unknown = [bar for bar in bars if bar != "none"]
-        reason = "the config does not say a trained length"
-        report.notes += [LEFT_OUT.format(bar=bar, reason=reason) for bar in unknown]
+        report.notes += [LEFT_OUT.format(bar=bar, reason=UNKNOWN_LENGTH) for bar in unknown]
         bars = [bar for bar in bars if bar not in unknown]
     if not bars:
         return
@@ -97,11 +100,57 @@ def add_bars(
             try:
                 found = unpatched.bar(bar)
             except (PatchError, LengthError) as error:
-                report.notes.append(LEFT_OUT.format(bar=bar, reason=str(error).partition(". ")[0].rstrip(".")))
+                report.notes.append(left_out(bar, error))
                 continue
             report.records[bar] = None
             report.measurements += measurements(settings, bar, plan, found)
             report.curve += curve(bar, plan, found) if settings.protocol == "full" else []
+
+
+def add_masked_bars(
+    report: PseudoPerplexityReport,
+    model: nn.Module,
+    settings: MaskedSettings,
+    plan: MaskedPlan,
+    scores: Scores,
+    progress: bool | None,
+) -> None:
+    """Adds the bars of a masked LM to a report, or a note that says why one of them is left out.
+
+    Args:
+        report: gets measurements, records and notes; it says N and whether the model is patched.
+        model: the model with its patch, if it has one.
+        settings: of the evaluation.
+        plan: windows for each context length, and those of N for `truncate`.
+        scores: what was already measured of the model without its patch.
+        progress: a bar on stderr; None shows it in a terminal.
+    """
+    trained = report.trained_length
+    bars = [bar for bar in settings.bars if bar != "none" or report.record is not None]
+    if trained is None and "truncate" in bars:
+        bars.remove("truncate")
+        report.notes.append(LEFT_OUT.format(bar="truncate", reason=UNKNOWN_LENGTH))
+    if not bars:
+        return
+    with suspended(model):
+        for bar in bars:
+            most = trained if bar == "truncate" and trained is not None else settings.longest
+            given = {length: min(length, most) for length in settings.context_lengths}
+            missing = {length: plan[length] for length in sorted({*given.values()} - {*scores})}
+            try:
+                check_reach(model, missing)
+                scores = scores | score_plan(model, missing, settings, "unpatched", progress)
+            except LengthError as error:
+                report.notes.append(left_out(bar, error))
+                continue
+            report.records[bar] = None
+            for length, read in given.items():
+                report.measurements += placed_measurements(bar, length, plan[length], scores[read], trained)
+
+
+def left_out(bar: str, error: Exception) -> str:
+    """The note on a bar that a model cannot have: what is wrong, without the next step."""
+    return LEFT_OUT.format(bar=bar, reason=str(error).partition(". ")[0].rstrip("."))
 
 
 def truncated_lengths(settings: Settings, trained: int | None) -> dict[int, int]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hf_posext.evaluation.perplexity_report import Measurement
-from hf_posext.evaluation.protocols import Plan, Settings
+from hf_posext.evaluation.perplexity_report import ALL, Measurement
+from hf_posext.evaluation.protocols import Common, Plan, Settings
+from hf_posext.evaluation.pseudo_report import names_of_positions
 from hf_posext.evaluation.scoring import score
-from hf_posext.evaluation.windows import Window
+from hf_posext.evaluation.windows import Pass, Window
 
 BUCKETS_PER_OCTAVE = 2
 
 Scores = dict[int, list[Tensor]]  # context length -> NLL per window, fp32 [targets]
 
 
-def score_plan(model: nn.Module, plan: Plan, settings: Settings, arm: str, progress: bool | None) -> Scores:
+def score_plan(
+    model: nn.Module, plan: Mapping[int, Sequence[Pass]], settings: Common, arm: str, progress: bool | None
+) -> Scores:
     """NLL of every window of a plan, one length after the other; `arm` is what the progress bar calls the model.
 
     Raises:
@@ -56,6 +61,33 @@ def measurement(arm: str, length: int, windows: list[Window], nll: list[Tensor])
         sums[window.document] += float(row.double().sum())
         tokens[window.document] += len(row)
     return Measurement(arm, length, tuple(sums), tuple(sums.values()), tuple(tokens.values()))
+
+
+def placed_measurements(
+    arm: str, length: int, windows: Sequence[Pass], nll: Sequence[Tensor], trained: int | None
+) -> Iterator[Measurement]:
+    """Sums per document in float64: of all targets, of those at positions up to N, and of those beyond it.
+
+    Args:
+        arm: name of the arm.
+        length: context length in tokens.
+        windows: those of this length; they say at which position each target stands, the first token being at 1.
+        nll: of the same targets in the same order, also where they were read in other windows.
+        trained: N in tokens; None tells no positions apart.
+    """
+    values = torch.cat([*nll]).double()
+    documents = torch.cat([torch.full_like(window.rows, window.document) for window in windows])
+    is_within = torch.cat([window.rows for window in windows]) < (trained or length)
+    chosen = {ALL: torch.ones_like(is_within)}
+    if trained is not None:
+        chosen |= dict(zip(names_of_positions(trained), (is_within, ~is_within), strict=True))
+    for positions, here in chosen.items():
+        tokens = torch.bincount(documents[here])
+        sums = torch.bincount(documents[here], weights=values[here])
+        found = torch.nonzero(tokens).flatten()
+        if len(found):
+            scored, summed, counted = (tuple(column.tolist()) for column in (found, sums[found], tokens[found]))
+            yield Measurement(arm, length, scored, summed, counted, positions)
 
 
 def curve(arm: str, plan: Plan, scores: Scores) -> list[dict[str, Any]]:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posext.errors import quoted
+from hf_posext.evaluation.arms import identify, left_out, no_interval, vocabulary
 from hf_posext.evaluation.bars import add_bars, truncated_lengths
 from hf_posext.evaluation.documents import check_vocabulary, read_documents, resolve_bos
 from hf_posext.evaluation.measuring import curve, measurements, score_plan
 from hf_posext.evaluation.perplexity_report import PerplexityReport
-from hf_posext.evaluation.protocols import BARS, Settings, cut, default_bars
-from hf_posext.evaluation.scoring import causal_lm, check_causal
+from hf_posext.evaluation.protocols import Settings, cut, default_bars
+from hf_posext.evaluation.scoring import check_causal
 from hf_posext.evaluation.statistics import RESAMPLES
 from hf_posext.evaluation.windows import digest
-from hf_posext.lengths import trained_length
-from hf_posext.records import record_of
-
-logger = logging.getLogger(__name__)
-
-NAMED = 20  # indices of skipped documents that a note spells out; the report has all of them
 
 
 def perplexity(
@@ -90,72 +83,31 @@ def perplexity(
         batch_size=batch_size, chunk=chunk, seed=seed, resamples=resamples,
     )  # fmt: skip
     check_causal(model)
-    arm, record, trained = _identity(model, arm)
+    measured = identify(model, arm)
     ids = read_documents(documents, tokenizer, text_column=text_column, max_documents=settings.max_documents)
-    check_vocabulary(ids, _vocabulary(model))
-    plan, skipped = cut(
-        settings, ids, resolve_bos(bos, protocol, tokenizer), truncated_lengths(settings, trained).values()
-    )
+    check_vocabulary(ids, vocabulary(model))
+    more_lengths = truncated_lengths(settings, measured.trained_length).values()
+    plan, skipped = cut(settings, ids, resolve_bos(bos, protocol, tokenizer), more_lengths)
     own = {length: plan[length] for length in plan if length in settings.context_lengths}
-    scores = score_plan(model, own, settings, arm, progress)
+    scores = score_plan(model, own, settings, measured.name, progress)
     report = PerplexityReport(
         protocol={**asdict(settings), "digest": digest(window for length in own for window in own[length])},
-        measurements=measurements(settings, arm, plan, scores),
-        records={arm: None if record is None else record.to_dict()},
-        trained_length=trained,
+        measurements=measurements(settings, measured.name, plan, scores),
+        records=measured.records,
+        trained_length=measured.trained_length,
         skipped=skipped,
-        notes=_reach(settings, arm, record, trained) + _short(settings, ids, skipped),
-        curve=curve(arm, own, scores) if protocol == "full" else [],
+        notes=measured.notes_beyond(settings.context_lengths) + _short(settings, ids, skipped),
+        curve=curve(measured.name, own, scores) if protocol == "full" else [],
     )
-    add_bars(report, model, settings, plan, scores if record is None else {}, progress)
+    add_bars(report, model, settings, plan, {} if measured.is_patched else scores, progress)
     return report
-
-
-def _identity(model: nn.Module, arm: str | None) -> tuple[str, Any, int | None]:
-    """Name of the arm, patch record (None for an unpatched model) and trained length N in tokens (None if unknown)."""
-    record = record_of(model)
-    if arm is not None and arm in BARS and not (arm == "none" and record is None):
-        raise ValueError(f"`arm` must not be the name of a bar ({quoted(BARS)}), got {arm!r}. Give another name.")
-    if record is not None:
-        name = f"patched {record.method}" if record.method in BARS else record.method
-        return arm or name, record, record.steps()[0].trained_length
-    config = getattr(model, "config", None)
-    return arm or "none", None, None if config is None else trained_length(config)
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    """Number of token ids that the model can read, None where it does not say."""
-    network: Any = causal_lm(model)
-    embedding = network.get_input_embeddings() if hasattr(network, "get_input_embeddings") else None
-    return getattr(embedding, "num_embeddings", None)
-
-
-def _reach(settings: Settings, arm: str, record: Any, trained: int | None) -> list[str]:
-    """Says, and logs once, that lengths are beyond what the arm was made for."""
-    if trained is None:
-        return []
-    usable = trained if record is None else record.target_length
-    beyond = [length for length in settings.context_lengths if length > usable]
-    if not beyond:
-        return []
-    note = (
-        f"`{arm}` is made for {usable} tokens; {', '.join(map(str, beyond))} "
-        f"{'is' if len(beyond) == 1 else 'are'} beyond its reach. Patch with a factor that covers the longest context."
-    )
-    logger.warning(note)
-    return [note]
 
 
 def _short(settings: Settings, documents: list[Tensor], skipped: list[int]) -> list[str]:
     """Names documents that were left out, counts those that do not fill a context, says where there is no interval."""
-    notes = []
-    if skipped:
-        names = ", ".join(map(str, skipped[:NAMED])) + (", ..." if len(skipped) > NAMED else "")
-        notes.append(f"{len(skipped)} of {len(documents)} documents are too short and were left out: {names}.")
+    notes = left_out(skipped, len(documents), "too short")
     if settings.protocol != "tail":
         short = [index for index, ids in enumerate(documents) if len(ids) < settings.longest and index not in skipped]
         if short:
             notes.append(f"{len(short)} of {len(documents)} documents have fewer than {settings.longest} tokens.")
-    if len(documents) - len(skipped) < 2:
-        notes.append("One document only: there is no interval over documents.")
-    return notes
+    return notes + no_interval(len(documents) - len(skipped))

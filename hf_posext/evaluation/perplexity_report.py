@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import RenderableType
 
@@ -19,6 +19,7 @@ from hf_posext.reports import Report, plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ALL = "all"
 INCIDENTAL = ("batch_size", "chunk", "bars")  # settings that do not change what an arm's number means
 
 
@@ -32,6 +33,7 @@ class Measurement:
         documents: indices of the documents that were scored.
         nll: summed NLL of each in nats, float64.
         tokens: scored tokens of each.
+        positions: which of the tokens were summed, by their place in the window; `all` of them, or a part.
     """
 
     arm: str
@@ -39,6 +41,7 @@ class Measurement:
     documents: tuple[int, ...]
     nll: tuple[float, ...]
     tokens: tuple[int, ...]
+    positions: str = ALL
 
 
 @dataclass(repr=False, eq=False)
@@ -69,6 +72,11 @@ class PerplexityReport(Report):
         return list(dict.fromkeys(measurement.arm for measurement in self.measurements))
 
     @property
+    def shown_positions(self) -> list[str]:
+        """Groups of positions that tables and figures tell apart."""
+        return [ALL]
+
+    @property
     def record(self) -> dict[str, Any] | None:
         """The patch record of the first patched arm."""
         return next((record for record in self.records.values() if record is not None), None)
@@ -78,16 +86,22 @@ class PerplexityReport(Report):
         """One row per arm and length; `low` and `high` bound the perplexity at 95 %, None below two documents."""
         return [self._row(measurement) for measurement in self.measurements]
 
-    def difference(self, arm: str, versus: str, context_length: int) -> dict[str, Any]:
+    def difference(self, arm: str, versus: str, context_length: int, positions: str = ALL) -> dict[str, Any]:
         """Mean NLL of `arm` minus that of `versus`, in nats per token, with its paired 95 % interval over documents.
+
+        Args:
+            arm: one arm.
+            versus: the other.
+            context_length: in tokens.
+            positions: tokens at which positions, in the words of the rows, where these tell positions apart.
 
         Returns:
             `arm`, `versus`, `context_length`, `difference` (negative: `arm` is better), `low`, `high`, `documents`.
 
         Raises:
-            ValueError: an arm or a length that was not measured.
+            ValueError: an arm, a length or positions that were not measured.
         """
-        one, other = self._find(arm, context_length), self._find(versus, context_length)
+        one, other = (self._find(name, context_length, positions) for name in (arm, versus))
         found = nll_difference(one.nll, one.tokens, other.nll, other.tokens, **self._bootstrap)
         return {
             "arm": arm,
@@ -100,7 +114,7 @@ class PerplexityReport(Report):
         }
 
     @classmethod
-    def join(cls, reports: Iterable[PerplexityReport]) -> PerplexityReport:
+    def join(cls, reports: Iterable[Self]) -> Self:
         """One report of the arms of several, which must have been measured on the same targets with the same settings.
 
         A bar that stands in several reports with equal numbers is kept once; one with other numbers (of a tuned model)
@@ -138,7 +152,7 @@ class PerplexityReport(Report):
         )
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PerplexityReport:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The report that `to_dict` came from; a NLL that is not finite is None there and NaN here."""
         measurements = [
             Measurement(
@@ -147,6 +161,7 @@ class PerplexityReport(Report):
                 tuple(item["documents"]),
                 tuple(math.nan if nll is None else nll for nll in item["nll"]),
                 tuple(item["tokens"]),
+                item.get("positions", ALL),
             )
             for item in data["measurements"]
         ]
@@ -197,14 +212,21 @@ class PerplexityReport(Report):
             "skipped": len(self.skipped),
         }
 
-    def _find(self, arm: str, context_length: int) -> Measurement:
+    def _find(self, arm: str, context_length: int, positions: str) -> Measurement:
         """The measurement of one arm at one length."""
         if arm not in self.arms:
             raise ValueError(unknown("arm", arm, self.arms))
-        for measurement in self.measurements:
-            if (measurement.arm, measurement.context_length) == (arm, context_length):
-                return measurement
-        raise ValueError(f"`context_length` must be one of {self.protocol['context_lengths']}, got {context_length!r}.")
+        found = {
+            measurement.positions: measurement
+            for measurement in self.measurements
+            if (measurement.arm, measurement.context_length) == (arm, context_length)
+        }
+        if not found:
+            lengths = self.protocol["context_lengths"]
+            raise ValueError(f"`context_length` must be one of {lengths}, got {context_length!r}.")
+        if positions not in found:
+            raise ValueError(unknown(f"positions at {context_length} tokens:", positions, found))
+        return found[positions]
 
     def _take(self, report: PerplexityReport, arm: str) -> None:
         """Adds one arm of another report."""
@@ -216,7 +238,7 @@ class PerplexityReport(Report):
             name = f"{arm} ({report.arms[0]})"
             if arm not in BARS or name in self.arms:
                 raise ValueError(f"Two reports have an arm `{arm}` with other numbers. Name one of them with `arm=`.")
-        self.measurements += [Measurement(**{**vars(measurement), "arm": name}) for measurement in found]
+        self.measurements += [replace(measurement, arm=name) for measurement in found]
         self.records[name] = report.records.get(arm)
         self.curve += [{**bucket, "arm": name} for bucket in report.curve if bucket["arm"] == arm]
 

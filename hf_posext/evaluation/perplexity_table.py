@@ -1,4 +1,4 @@
-"""How a perplexity report prints."""
+"""How reports of perplexity and of pseudo-perplexity print."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from hf_posext.evaluation.perplexity_report import ALL
 from hf_posext.evaluation.protocols import BARS, HONEST
 
 if TYPE_CHECKING:
     from hf_posext.evaluation.perplexity_report import PerplexityReport
+    from hf_posext.evaluation.pseudo_report import PseudoPerplexityReport
 
 
 def perplexity_table(report: PerplexityReport) -> RenderableType:
@@ -27,9 +29,27 @@ def perplexity_table(report: PerplexityReport) -> RenderableType:
         table.add_column(str(length), footer=f"{tokens:,}", justify="right")
     for arm in report.arms:
         table.add_row(arm, *(_cell(cells.get((arm, length))) for length in lengths))
-    title = Text(f"Perplexity ({report.targets_text}) by context length in tokens", style="bold")
+    return _with_words(f"Perplexity ({report.targets_text}) by context length in tokens", table, report)
+
+
+def pseudo_perplexity_table(report: PseudoPerplexityReport) -> RenderableType:
+    """Positions and arms x context lengths, each cell the pseudo-perplexity over its interval, tokens below each."""
+    lengths = report.protocol["context_lengths"]
+    cells = {(row["positions"], row["arm"], row["context_length"]): row for row in report.rows}
+    tokens = {(row["positions"], row["context_length"]): f"{row['tokens']:,}" for row in report.rows}
+    table = Table("positions", "arm", *(Column(str(length), justify="right") for length in lengths))
+    for positions in report.shown_positions:
+        for arm in report.arms:
+            table.add_row(positions, arm, *(_cell(cells.get((positions, arm, length))) for length in lengths))
+        counts = (tokens.get((positions, length), "-") for length in lengths)
+        table.add_row(positions, "tokens", *counts, style="bold", end_section=True)
+    return _with_words(f"Pseudo-perplexity ({report.targets_text}) by context length in tokens", table, report)
+
+
+def _with_words(title: str, table: Table, report: PerplexityReport) -> RenderableType:
+    """A table under its title and over its caption and notes."""
     notes = (Text(f"note: {note}") for note in report.notes)
-    return Group(title, table, *(Text(line, style="dim") for line in _caption(report)), *notes)
+    return Group(Text(title, style="bold"), table, *(Text(line, style="dim") for line in _caption(report)), *notes)
 
 
 def _caption(report: PerplexityReport) -> list[str]:
@@ -37,10 +57,11 @@ def _caption(report: PerplexityReport) -> list[str]:
     documents = max((len(measurement.documents) for measurement in report.measurements), default=0)
     left_out = f" ({len(report.skipped)} too short)" if report.skipped else ""
     known = [] if report.trained_length is None else [f"trained length {report.trained_length} tokens"]
+    settings = (f"{name} {report.protocol[name]}" for name in ("bos", "draws") if name in report.protocol)
     about = [
         f"protocol {report.protocol['protocol']}",
         f"{documents} document{'' if documents == 1 else 's'}{left_out}",
-        f"bos {report.protocol['bos']}",
+        *settings,
         *known,
         "in brackets 95 % over documents",
     ]
@@ -66,10 +87,13 @@ def _against_bars(report: PerplexityReport) -> list[str]:
     for bar in (bar for bar in HONEST if bar in report.arms):
         for arm in (arm for arm in report.arms if arm.partition(" (")[0] not in BARS):
             longest = max(row["context_length"] for row in report.rows if row["arm"] == arm)
-            found = report.difference(arm, bar, longest)
-            if found["low"] is not None:
-                ends = f"[{found['low']:+.3f}, {found['high']:+.3f}]"
-                lines.append(f"{arm} - {bar} at {longest}: {found['difference']:+.3f} nats per token {ends}, paired")
+            measured = {one.positions for one in report.measurements if (one.arm, one.context_length) == (arm, longest)}
+            for positions in (positions for positions in report.shown_positions if positions in measured):
+                found = report.difference(arm, bar, longest, positions)
+                where = f"{longest}" if positions == ALL else f"{longest}, positions {positions}"
+                if found["low"] is not None:
+                    ends = f"[{found['low']:+.3f}, {found['high']:+.3f}]"
+                    lines.append(f"{arm} - {bar} at {where}: {found['difference']:+.3f} nats per token {ends}, paired")
     return lines
 
 

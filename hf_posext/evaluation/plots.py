@@ -7,11 +7,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posext.evaluation.perplexity_report import ALL
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from hf_posext.evaluation.perplexity_report import PerplexityReport
+    from hf_posext.evaluation.pseudo_report import PseudoPerplexityReport
 
 # Okabe and Ito 2008, told apart with every common kind of colour blindness; its yellow is too faint on white.
 FEW = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -30,40 +33,30 @@ def plot_perplexity(report: PerplexityReport) -> Figure:
     """Perplexity against context length: one line per arm with its 95 % band, bars broken, N as a vertical line."""
     from matplotlib.figure import Figure
 
-    many = len(report.arms) > len(FEW) + len(BAR_COLOURS)
+    many = _is_crowded(report)
     figure = Figure(figsize=(7.2, 5.4 if many else 4.2), layout="constrained")
     axes = figure.subplots()
-    methods = [arm for arm in report.arms if _bar_of(arm) is None]
-    for position, arm in enumerate(report.arms):
-        rows = [row for row in report.rows if row["arm"] == arm]
-        style = _style(arm, methods)
-        crowded = len(report.arms) > MOST_BANDS
-        step = min(DODGE, MOST_DODGE / len(report.arms))
-        shift = 2 ** ((position - (len(report.arms) - 1) / 2) * step) if crowded else 1.0
-        places = [row["context_length"] * shift for row in rows]
-        axes.plot(
-            places,
-            [row["perplexity"] for row in rows],
-            label=arm,
-            linewidth=1.4 if many else 1.8,
-            markersize=5,
-            **style,
-        )
-        _draw_intervals(axes, places, rows, style["color"], band=not crowded)
-    if report.trained_length is not None:
-        axes.axvline(report.trained_length, color="#999999", linewidth=1, linestyle=":", zorder=1)
-        axes.annotate(
-            f"trained length {report.trained_length}",
-            (report.trained_length, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color="#666666",
-        )
-    _label_axes(axes, report)
+    _draw_arms(axes, report, report.rows, many)
+    what = f"of the {report.targets_text}" if report.protocol["targets"] else f"({report.targets_text})"
+    _label_axes(axes, report, f"perplexity {what}")
     figure.legend(loc="outside right upper", frameon=False, title="arm")
+    return figure
+
+
+def plot_pseudo_perplexity(report: PseudoPerplexityReport) -> Figure:
+    """As `plot_perplexity`, with a panel for all tokens and, beyond N, one for the positions on each side of it."""
+    from matplotlib.figure import Figure
+
+    many, groups = _is_crowded(report), report.shown_positions
+    figure = Figure(figsize=(3.6 + 3.6 * len(groups), 5.4 if many else 4.2), layout="constrained")
+    panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, positions in zip(panels, groups, strict=True):
+        _draw_arms(axes, report, [row for row in report.rows if row["positions"] == positions], many)
+    for axes, positions in zip(panels, groups, strict=True):
+        _label_axes(axes, report, "pseudo-perplexity of masked tokens" if axes is panels[0] else "")
+        axes.set_title("all positions" if positions == ALL else f"positions {positions}", fontsize=10, pad=16)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, title="arm")
     return figure
 
 
@@ -81,6 +74,44 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     metadata = {"Date": None} if suffix == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "hf_posext"}):
         figure.savefig(path, dpi=160, metadata=metadata)
+
+
+def _is_crowded(report: PerplexityReport) -> bool:
+    """Whether there are more arms than the strong colours tell apart."""
+    return len(report.arms) > len(FEW) + len(BAR_COLOURS)
+
+
+def _draw_arms(axes: Axes, report: PerplexityReport, rows: list[dict[str, Any]], many: bool) -> None:
+    """A line with its intervals for each arm, and N as a vertical line."""
+    methods = [arm for arm in report.arms if _bar_of(arm) is None]
+    for position, arm in enumerate(report.arms):
+        own = [row for row in rows if row["arm"] == arm]
+        style = _style(arm, methods)
+        crowded = len(report.arms) > MOST_BANDS
+        step = min(DODGE, MOST_DODGE / len(report.arms))
+        shift = 2 ** ((position - (len(report.arms) - 1) / 2) * step) if crowded else 1.0
+        places = [row["context_length"] * shift for row in own]
+        axes.plot(
+            places,
+            [row["perplexity"] for row in own],
+            label=arm,
+            linewidth=1.4 if many else 1.8,
+            markersize=5,
+            **style,
+        )
+        _draw_intervals(axes, places, own, style["color"], band=not crowded)
+    if report.trained_length is not None:
+        axes.axvline(report.trained_length, color="#999999", linewidth=1, linestyle=":", zorder=1)
+        axes.annotate(
+            f"trained length {report.trained_length}",
+            (report.trained_length, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color="#666666",
+        )
 
 
 def _bar_of(arm: str) -> str | None:
@@ -112,7 +143,7 @@ def _draw_intervals(axes: Axes, places: list[float], rows: list[dict[str, Any]],
         axes.vlines(where, lows, highs, colors=colour, linewidth=1, alpha=0.5, zorder=1)
 
 
-def _label_axes(axes: Axes, report: PerplexityReport) -> None:
+def _label_axes(axes: Axes, report: PerplexityReport, title: str) -> None:
     """Scales, ticks at the measured lengths, axis titles with units."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
@@ -130,10 +161,6 @@ def _label_axes(axes: Axes, report: PerplexityReport) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylabel(
-        f"perplexity of the {report.targets_text}"
-        if report.protocol["targets"]
-        else f"perplexity ({report.targets_text})"
-    )
+    axes.set_ylabel(title)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

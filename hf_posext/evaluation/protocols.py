@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posext.arguments import check_choice, check_length
+from hf_posext.arguments import check_choice, check_length, check_positive
 from hf_posext.errors import unknown
 from hf_posext.evaluation.windows import (
     Window,
@@ -22,23 +23,20 @@ from hf_posext.evaluation.windows import (
 PROTOCOLS = ("tail", "full", "sliding", "disjoint")
 HONEST = ("truncate", "window")  # bars that a useful extension beats; anything beats `none` on long text
 BARS = (*HONEST, "none")
+MASKED = "masked"  # the protocol of masked LMs
 STRIDE = 256  # tokens; the "S=256" of the papers
 
 Plan = dict[int, list[Window]]  # context length -> windows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that says what is measured and how; checked and completed when it is made.
+class Common:
+    """Settings of every evaluation over context lengths; checked and completed when they are made.
 
     Attributes:
-        protocol: one of `PROTOCOLS`.
+        protocol: says what is scored.
         context_lengths: in tokens, ascending.
-        targets: tokens scored at each endpoint; None but for `tail`.
-        endpoints_per_document: endpoints in each document; None but for `tail`.
-        stride: tokens by which a window moves, before the cap at the context length; None but for `sliding`.
-        bos: `auto`, `none` or `every`.
-        bars: names among `BARS`.
+        bars: names among those that the evaluation knows.
         text_column: where a row holds its text.
         max_documents: documents read at most; None reads all.
         batch_size: windows per forward pass.
@@ -48,15 +46,13 @@ class Settings:
 
     Raises:
         TypeError: a value of the wrong type.
-        ValueError: a value out of range, or without a meaning for the protocol.
+        ValueError: a value out of range.
     """
+
+    known_bars: ClassVar[tuple[str, ...]] = BARS
 
     protocol: str
     context_lengths: Sequence[int]
-    targets: int | None
-    endpoints_per_document: int | None
-    stride: int | None
-    bos: str
     bars: Sequence[str]
     text_column: str
     max_documents: int | None
@@ -66,17 +62,12 @@ class Settings:
     resamples: int
 
     def __post_init__(self) -> None:
-        check_choice("protocol", self.protocol, PROTOCOLS)
-        for name in ("batch_size", "chunk", "resamples", "max_documents", "targets", "endpoints_per_document"):
-            value = getattr(self, name)
-            if not (value is None and name == "max_documents"):
-                self._set(name, _count(name, value))
+        for name in ("batch_size", "chunk", "resamples"):
+            self._set(name, check_count(name, getattr(self, name)))
+        if self.max_documents is not None:
+            self._set("max_documents", check_count("max_documents", self.max_documents))
         self._set("context_lengths", _lengths(self.context_lengths))
-        self._set("stride", self._checked_stride())
         self._set("bars", self._checked_bars())
-        if self.protocol != "tail":
-            self._set("targets", None)
-            self._set("endpoints_per_document", None)
 
     @property
     def longest(self) -> int:
@@ -85,6 +76,49 @@ class Settings:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def _checked_bars(self) -> list[str]:
+        if isinstance(self.bars, str):
+            raise TypeError(f"`bars` must be a list of names, got {self.bars!r}. Write bars=[{self.bars!r}].")
+        for bar in self.bars:
+            if bar not in self.known_bars:
+                raise ValueError(unknown("bar", bar, self.known_bars))
+        return list(dict.fromkeys(self.bars))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Common):
+    """Everything that says what is measured of a causal model, and how.
+
+    Attributes:
+        protocol: one of `PROTOCOLS`.
+        targets: tokens scored at each endpoint; None but for `tail`.
+        endpoints_per_document: endpoints in each document; None but for `tail`.
+        stride: tokens by which a window moves, before the cap at the context length; None but for `sliding`.
+        bos: `auto`, `none` or `every`.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range, or without a meaning for the protocol.
+    """
+
+    targets: int | None
+    endpoints_per_document: int | None
+    stride: int | None
+    bos: str
+
+    def __post_init__(self) -> None:
+        check_choice("protocol", self.protocol, PROTOCOLS)
+        super().__post_init__()
+        for name in ("targets", "endpoints_per_document"):
+            count = check_count(name, getattr(self, name))
+            self._set(name, count if self.protocol == "tail" else None)
+        self._set("stride", self._checked_stride())
+        if "truncate" in self.bars and self.protocol != "tail":
+            raise ValueError(
+                "The bar `truncate` has a meaning for the protocol `tail` only (all lengths have the same targets); "
+                f"got `{self.protocol}`. Use protocol='tail', or bars=['window', 'none']."
+            )
 
     def _checked_stride(self) -> int | None:
         if self.protocol == "sliding":
@@ -95,18 +129,45 @@ class Settings:
             )
         return None
 
-    def _checked_bars(self) -> list[str]:
-        if isinstance(self.bars, str):
-            raise TypeError(f"`bars` must be a list of names, got {self.bars!r}. Write bars=[{self.bars!r}].")
-        for bar in self.bars:
-            if bar not in BARS:
-                raise ValueError(unknown("bar", bar, BARS))
-        if "truncate" in self.bars and self.protocol != "tail":
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedSettings(Common):
+    """Everything that says what is measured of a masked LM, and how.
+
+    Attributes:
+        protocol: `masked`.
+        targets: tokens before each endpoint among which the masked ones are scored; None: as the longest context has.
+        endpoints_per_document: endpoints in each document.
+        mask_share: share of the tokens that are masked at a time.
+        draws: passes over the same text, each with other tokens masked.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range, or so many draws that tokens would be masked twice.
+    """
+
+    known_bars: ClassVar[tuple[str, ...]] = ("truncate", "none")
+
+    protocol: str = MASKED
+    targets: int | None
+    endpoints_per_document: int
+    mask_share: float
+    draws: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("targets", "endpoints_per_document", "draws"):
+            if not (self.targets is None and name == "targets"):
+                self._set(name, check_count(name, getattr(self, name)))
+        self._set("mask_share", check_positive("mask_share", self.mask_share))
+        if self.mask_share >= 1:
+            raise ValueError(f"`mask_share` must be below 1, got {self.mask_share!r}. BERT was trained with 0.15.")
+        most = int(1 / self.mask_share + 1e-9)
+        if self.draws > most:
             raise ValueError(
-                "The bar `truncate` has a meaning for the protocol `tail` only (all lengths have the same targets); "
-                f"got `{self.protocol}`. Use protocol='tail', or bars=['window', 'none']."
+                f"`draws` must be at most {most} for a `mask_share` of {self.mask_share:g}, so that no token is masked "
+                f"twice; got {self.draws}."
             )
-        return list(dict.fromkeys(self.bars))
 
 
 def default_bars(protocol: str) -> list[str]:
@@ -173,8 +234,13 @@ def _lengths(context_lengths: object) -> list[int]:
     return found
 
 
-def _count(name: str, value: object) -> int:
-    """A whole number >= 1."""
+def check_count(name: str, value: object) -> int:
+    """A whole number >= 1 as int.
+
+    Raises:
+        TypeError: not a whole number (bool included).
+        ValueError: below 1.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{name}` must be a whole number, got {value!r} of type {type(value).__name__}.")
     if value < 1:

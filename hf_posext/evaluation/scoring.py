@@ -1,4 +1,4 @@
-"""Scores windows with a causal model: one NLL per target, in fp32, with the head applied to a few rows at a time.
+"""Scores the passes of a plan: one NLL per target, in fp32, with the model's head applied to a few rows at a time.
 
 The logits of a long sequence are by far the largest tensor of an evaluation (32k tokens x 128k words: 17 GB in fp32),
 and only those at scored positions are needed. So the model's own `forward` runs once per batch up to the hidden states,
@@ -8,7 +8,6 @@ caps, logit scales and biases of the head are all kept.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,19 +20,26 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from hf_posext.evaluation.windows import Window
+from hf_posext.evaluation.forwards import (
+    LengthError,
+    causal_lm,
+    evaluating,
+    is_encoder_decoder,
+    is_headless,
+    logits_of,
+    probe_ids,
+    sees_ahead,
+)
+from hf_posext.evaluation.windows import Pass
 
 NOT_CAUSAL = "Perplexity needs a causal LM head, where a token is predicted from those before it; {what}. {hint}"
 HINT = "Load the model with AutoModelForCausalLM."
-
-
-class LengthError(ValueError):
-    """A model that cannot read as many tokens."""
+MASKED = "Measure a masked LM with `pseudo_perplexity`, and load any other model with AutoModelForCausalLM."
 
 
 def score(
     model: nn.Module,
-    windows: Sequence[Window],
+    windows: Sequence[Pass],
     *,
     batch_size: int = 1,
     chunk: int = 1024,
@@ -46,7 +52,8 @@ def score(
     several processes (`accelerate launch`) each scores its share and all get the whole result.
 
     Args:
-        model: a causal LM, also wrapped by PEFT, DDP or `torch.compile`; its training flags are left as they were.
+        model: a causal or masked LM, also wrapped by PEFT, DDP or `torch.compile`; its training flags are left as they
+            were.
         windows: what to feed and what to score.
         batch_size: windows per forward pass.
         chunk: rows of hidden states that the head sees at a time.
@@ -64,7 +71,7 @@ def score(
     batches = _batches(windows, batch_size)
     scores: dict[int, Tensor] = {}
     failure: LengthError | None = None
-    with _evaluating(network), torch.no_grad(), _bar(progress if rank == 0 else False) as bar:
+    with evaluating(network), torch.no_grad(), _bar(progress if rank == 0 else False) as bar:
         backbone = find_backbone(network)
         try:
             for batch in bar.track(batches[rank::processes], description=description):
@@ -82,29 +89,6 @@ def score(
     return [scores[index] for index in range(len(windows))]
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
-    """The transformers model inside wrappers of DDP, `torch.compile` and PEFT (adapters stay active inside it).
-
-    Raises:
-        ValueError: prompt-learning adapters, whose virtual tokens would be lost.
-    """
-    inner: Any = model
-    while True:
-        if hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = inner.module
-        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
-            if inner.active_peft_config.is_prompt_learning:
-                raise ValueError(
-                    f"A {inner.active_peft_config.peft_type.value} adapter puts virtual tokens in front of the text, "
-                    "which shifts every context length. Evaluate the base model, or an adapter of weights (LoRA)."
-                )
-            inner = inner.get_base_model()
-        else:
-            return inner
-
-
 def check_causal(model: nn.Module) -> None:
     """Refuses a model that has no LM head, or whose prediction of a token may look at that token.
 
@@ -113,19 +97,14 @@ def check_causal(model: nn.Module) -> None:
     Raises:
         ValueError: says what is missing and how to load the model.
     """
-    network: Any = causal_lm(model)
+    network = causal_lm(model)
     kind = type(network).__name__
-    if getattr(getattr(network, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(network):
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} is an encoder-decoder", hint="Decoder-only models have one."))
-    if hasattr(network, "get_output_embeddings") and network.get_output_embeddings() is None:
+    if is_headless(network):
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} has none", hint=HINT))
-    first, second = _probe_ids(network)
-    with _evaluating(network), torch.no_grad():
-        one, other = (_logits(network, ids) for ids in (torch.stack([second, first]), torch.stack([second, second])))
-    moved = (one - other).abs().amax(dim=1)  # [positions]
-    # Rounding may differ between two runs; a bidirectional model moves its first position about as much as its last.
-    if moved[0] > max(1e-4, 4 * torch.finfo(one.dtype).eps) * moved[1]:
-        raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=HINT))
+    if sees_ahead(network):
+        raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=MASKED))
 
 
 def find_backbone(network: nn.Module) -> nn.Module | None:
@@ -134,8 +113,8 @@ def find_backbone(network: nn.Module) -> nn.Module | None:
     A candidate counts only if it proves itself: its output rows, given to the model's own head in reverse order, must
     give the logits of the direct pass in reverse order.
     """
-    ids = torch.stack(_probe_ids(network))
-    direct = _logits(network, ids)
+    ids = torch.stack(probe_ids(network))
+    direct = logits_of(network, ids)
     rows = torch.tensor([1, 0])
     for candidate in _candidates(network):
         with _reader(network, candidate, ids[None], rows) as read:
@@ -152,11 +131,10 @@ def _candidates(network: Any) -> list[nn.Module]:
     return [module for module in (base, decoder) if module is not None and module is not network]
 
 
-def _score_batch(network: nn.Module, backbone: nn.Module | None, batch: list[Window], chunk: int) -> list[Tensor]:
+def _score_batch(network: nn.Module, backbone: nn.Module | None, batch: list[Pass], chunk: int) -> list[Tensor]:
     """NLL of windows of one length, fp32 [targets] each."""
-    ids = torch.stack([window.tokens[:-1] for window in batch])  # [B, L]
-    width = ids.shape[1]
-    rows = torch.cat([torch.arange(window.first - 1, window.last) + row * width for row, window in enumerate(batch)])
+    ids = torch.stack([window.fed for window in batch])  # [B, L]
+    rows = torch.cat([window.rows + row * ids.shape[1] for row, window in enumerate(batch)])
     targets = torch.cat([window.targets for window in batch])
     pieces = []
     with _reader(network, backbone, ids, rows) as read:
@@ -176,7 +154,7 @@ def _reader(
     The backbone runs once, in the first call. A model whose forward never calls it gives no rows.
     """
     if backbone is None:
-        logits = _logits(network, ids)
+        logits = logits_of(network, ids)
         logits = logits[rows.to(logits.device)]
         yield lambda part: logits[part]
         return
@@ -195,7 +173,7 @@ def _reader(
     def read(part: slice) -> Tensor:
         nonlocal wanted
         wanted = part
-        logits = _logits(network, ids)
+        logits = logits_of(network, ids)
         return logits if kept is not None else logits[:0]
 
     with _replaced_forward(backbone, replay):
@@ -224,44 +202,11 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             vars(module)["forward"] = before
 
 
-def _logits(network: nn.Module, ids: Tensor) -> Tensor:
-    """The model's own logits, rows flattened: [B * L, V] in the model's dtype. `ids` is [B, L] or [L]."""
-    ids = ids.reshape(-1, ids.shape[-1]).to(_device(network))
-    accepted = inspect.signature(network.forward).parameters
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    try:
-        outputs = network(input_ids=ids, **options)
-    except IndexError as error:
-        raise LengthError(
-            f"The model cannot read {ids.shape[1]} tokens ({error}): a learned position table ends before. Patch the "
-            "model, or leave this context length out."
-        ) from error
-    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
-    if logits is None or logits.ndim != 3:
-        raise ValueError(NOT_CAUSAL.format(what=f"{type(network).__name__} gives no logits per token", hint=HINT))
-    return logits.flatten(0, 1)
-
-
-def _device(network: nn.Module) -> torch.device:
-    """Where the model reads its input."""
-    found = getattr(network, "device", None)
-    if isinstance(found, torch.device):
-        return found
-    return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
-
-
-def _probe_ids(network: nn.Module) -> tuple[Tensor, Tensor]:
-    """Two token ids that are not padding, as tensors without dimensions."""
-    padding = getattr(getattr(network, "config", None), "pad_token_id", None)
-    first, second = [token for token in range(3) if token != padding][:2]
-    return torch.tensor(first), torch.tensor(second)
-
-
-def _batches(windows: Sequence[Window], batch_size: int) -> list[list[int]]:
+def _batches(windows: Sequence[Pass], batch_size: int) -> list[list[int]]:
     """Indices of windows of equal length, at most `batch_size` together, longest first: what is too big fails early."""
 
     def length(index: int) -> int:
-        return len(windows[index].tokens)
+        return len(windows[index].fed)
 
     order = sorted(range(len(windows)), key=length, reverse=True)
     groups = [list(group) for _, group in groupby(order, key=length)]
@@ -277,18 +222,6 @@ def _place() -> tuple[int, int]:
 
         PartialState()
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-@contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout); the flag of every module is put back, also where they differed."""
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _bar(progress: bool | None) -> Progress:

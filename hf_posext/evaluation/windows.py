@@ -10,9 +10,30 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Pass(Protocol):
+    """One pass of a model: what it is fed, and which rows of its output are scored against which tokens."""
+
+    @property
+    def document(self) -> int:
+        """Index of the document that is read."""
+
+    @property
+    def fed(self) -> Tensor:
+        """Token ids that the model reads, int64 [<= T]."""
+
+    @property
+    def rows(self) -> Tensor:
+        """Indices into `fed` of the tokens whose logits are scored, int64 [targets]."""
+
+    @property
+    def targets(self) -> Tensor:
+        """The token ids that they are scored against, int64 [targets]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +51,16 @@ class Window:
     tokens: Tensor
     first: int
     last: int
+
+    @property
+    def fed(self) -> Tensor:
+        """All tokens but the last, which is a target only."""
+        return self.tokens[:-1]
+
+    @property
+    def rows(self) -> Tensor:
+        """The token before each target, which is the one that predicts it."""
+        return torch.arange(self.first - 1, self.last)
 
     @property
     def targets(self) -> Tensor:
@@ -71,7 +102,7 @@ def tail_windows(
     skipped = []
     for index, document in enumerate(documents):
         ids = without_prefix(document, bos)
-        ends = _endpoints(len(ids), lengths[-1] - (bos is not None), targets, endpoints_per_document)
+        ends = endpoints(len(ids), lengths[-1] - (bos is not None), targets, endpoints_per_document)
         if not ends:
             skipped.append(index)
         for length in lengths:
@@ -133,7 +164,7 @@ def without_prefix(document: Tensor, prefix: int | None) -> Tensor:
     return document
 
 
-def digest(windows: Iterable[Window]) -> str:
+def digest(windows: Iterable[Pass]) -> str:
     """A fingerprint of what is scored: the documents' indices, the order and the ids of all targets."""
     state = hashlib.sha256()
     for window in windows:
@@ -142,7 +173,7 @@ def digest(windows: Iterable[Window]) -> str:
     return state.hexdigest()[:16]
 
 
-def _endpoints(length: int, shallowest: int, targets: int, count: int) -> list[int]:
+def endpoints(length: int, shallowest: int, targets: int, count: int) -> list[int]:
     """Indices of last targets, ascending, from the last token of a document back to `shallowest`, evenly spread."""
     span = length - 1 - shallowest
     if span < 0:

@@ -6,8 +6,8 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from hf_posext.contract import DistanceChange, Host, PositionTable, RotaryChange, Site, Spectrum, TableChange
-from hf_posext.mechanisms import _rows, alibi, learned, relative_bias, rotary, rotary_table, sinusoidal
+from hf_posext.contract import DistanceChange, GridTable, Host, PositionTable, RotaryChange, Site, Spectrum, TableChange
+from hf_posext.mechanisms import _rows, alibi, grid, learned, relative_bias, rotary, rotary_table, sinusoidal
 from hf_posext.mechanisms._columns import shrink_columns
 from hf_posext.mechanisms._held import holder_of
 from hf_posext.mechanisms._rows import OLD_ROWS, size_fields
@@ -22,7 +22,9 @@ __all__ = [
     "holder_of",
     "is_changed",
     "is_finite",
+    "is_grid",
     "is_off",
+    "is_table",
     "keeper_of",
     "left_alone",
     "read",
@@ -44,7 +46,7 @@ __all__ = [
     "write_rows",
 ]
 
-KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal, alibi, relative_bias]
+KEEPERS: list[ModuleType] = [rotary, rotary_table, learned, sinusoidal, alibi, relative_bias, grid]
 
 
 def find_sites(model: nn.Module) -> list[Site]:
@@ -78,7 +80,7 @@ def keeper_of(site: Site) -> ModuleType:
     return next(keeper for keeper in KEEPERS if site.mechanism == keeper.MECHANISM)
 
 
-def read(site: Site, trained_length: int) -> Spectrum | PositionTable | Host:
+def read(site: Site, trained_length: int) -> Spectrum | PositionTable | GridTable | Host:
     """What a site holds now."""
     return keeper_of(site).read(site, trained_length)
 
@@ -136,7 +138,10 @@ def reset_rows(model: nn.Module, site: Site, table: Tensor) -> None:
 
 def replace_rows(module: nn.Module, field: str, rows: Tensor) -> None:
     """Puts rows [R, W] that were loaded or trained into a held table of as many."""
-    _rows.replace_rows(module, field, rows)
+    if isinstance(holder_of(module), grid.GridHolder):
+        grid.replace_table(module, rows)
+    else:
+        _rows.replace_rows(module, field, rows)
 
 
 def count_positions(site: Site) -> int:
@@ -147,6 +152,16 @@ def count_positions(site: Site) -> int:
 def has_rows(site: Site) -> bool:
     """Whether a site is a table of rows that are added to hidden states."""
     return site.mechanism in (learned.MECHANISM, sinusoidal.MECHANISM)
+
+
+def is_grid(site: Site) -> bool:
+    """Whether a site is the table of a vision model, with a row for each patch of an image."""
+    return site.mechanism == grid.MECHANISM
+
+
+def is_table(site: Site) -> bool:
+    """Whether a site is a table of either kind."""
+    return has_rows(site) or is_grid(site)
 
 
 def is_changed(site: Site) -> bool:

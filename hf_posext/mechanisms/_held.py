@@ -25,6 +25,9 @@ class Holder(Protocol):
     def rewrite(self, module: nn.Module) -> None:
         """Writes the kept values into the module's buffers, on the device where these are now."""
 
+    def loaded(self, module: nn.Module) -> None:
+        """Called when a state dict was loaded into the module."""
+
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a forward of the module gives; `forward` is that of its own class."""
 
@@ -60,11 +63,18 @@ class Intact(ABC):
     def rewrite(self, module: nn.Module) -> None:
         """As `Holder.rewrite`."""
 
+    def loaded(self, module: nn.Module) -> None:
+        """The kept values stay in force."""
+        self.rewrite(module)
+
 
 class Unheld:
     """The part of holders that keep no value of their own, but change how a module runs."""
 
     def rewrite(self, module: nn.Module) -> None:
+        """Nothing: no value is kept."""
+
+    def loaded(self, module: nn.Module) -> None:
         """Nothing: no value is kept."""
 
     def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
@@ -118,7 +128,7 @@ def make_held_class(base: type[nn.Module]) -> type[nn.Module]:
 
         def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
             super()._load_from_state_dict(*args, **kwargs)
-            self._posext.rewrite(self)
+            self._posext.loaded(self)
 
         def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
             self._posext.rewrite(self)  # an optimiser may have changed what is to be kept

@@ -132,6 +132,12 @@ class RowsHolder:
                 table[self.frozen] = self.kept[self.frozen]
         self.numbers = None
 
+    def loaded(self, module: nn.Module) -> None:
+        """Rows that are weights are those that were loaded, and frozen ones stay as they were loaded."""
+        if self.kept is not None:
+            self.kept = getattr(module, self.field).detach().clone()
+        self.rewrite(module)
+
     def rope_parameters(self, label: str | None) -> tuple[Tensor, float]:
         """Never asked for: the module has no frequencies."""
         return torch.empty(0), 1.0

@@ -159,7 +159,7 @@ class BiasHolder(Unheld):
 
 
 def adds_bias(module: Any, given: dict[str, Any]) -> bool:
-    """Whether attention with the bias in its mask adds it to the scores as well, as it does where it gives weights."""
+    """Whether attention adds the bias to its scores beside the mask that contains it: wherever it computes weights."""
     return module.config._attn_implementation != "sdpa" or bool(given.get("output_attentions"))
 
 

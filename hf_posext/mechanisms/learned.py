@@ -33,7 +33,8 @@ def find(scoped: Scoped) -> list[Site]:
     if isinstance(holder, _rows.RowsHolder):  # it may have more rows by now
         return [site] if holder.mechanism == MECHANISM else []
     widths = {getattr(config, name, None) for name in WIDTHS}
-    if module.embedding_dim not in widths or not size_fields(site) or formula_of(module.weight):
+    is_named = "position" in scoped.name.rpartition(".")[2]
+    if not (is_named or module.embedding_dim in widths) or not size_fields(site) or formula_of(module.weight):
         return []
     return [site]
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from hf_posext.compat import rope_block
 from hf_posext.contract import RotaryChange, Site, Spectrum
+from hf_posext.mechanisms import alibi
 from hf_posext.mechanisms._held import Intact, hold, holder_of, original_class, release, write_buffer
 from hf_posext.mechanisms._scope import Scoped
 
@@ -24,7 +25,8 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 def find(scoped: Scoped) -> list[Site]:
     """The sites of one module: each 1-D floating `inv_freq` buffer that has its own attention scaling.
 
-    Other modules with an `inv_freq` (time embeddings, boxes, speech encoders) have no such scaling.
+    Other modules with an `inv_freq` (time embeddings, boxes, speech encoders) have no such scaling. A model that uses
+    its linear bias does not rotate, though it may have the module.
     """
     if getattr(scoped.module, "rope_type", None) == "axial":  # two-dimensional grids of a standalone vision model
         return []
@@ -35,7 +37,7 @@ def find(scoped: Scoped) -> list[Site]:
             continue
         if buffer.dim() == 1 and buffer.is_floating_point() and hasattr(scoped.module, scaling_name(label)):
             sites.append(Site(MECHANISM, scoped.name, scoped.module, scoped.config, label, field))
-    return sites
+    return sites if sites and not alibi.in_use(scoped.owner) else []
 
 
 def scaling_name(label: str) -> str:

@@ -50,7 +50,8 @@ def longer(table: PositionTable, factor: float) -> TableChange:
     places = torch.arange(table.target_length)
     rows = table.at(places.double())
     rows[: table.trained_length] = table.rows
-    return TableChange(rows, torch.where(places < table.trained_length, places, -1), is_fixed=True)
+    old = torch.where(places < table.trained_length, places, -1)
+    return TableChange(rows, old, keeps_short=True, is_fixed=True)
 
 
 def no_old_row(length: int) -> Tensor:

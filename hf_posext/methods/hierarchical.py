@@ -35,4 +35,4 @@ def learned(table: PositionTable, factor: float, *, alpha: float = 0.4, frozen_r
     places = torch.arange(length)
     old = torch.where(places < count, places, -1)
     rows = hierarchical_table(table.rows, length, alpha=alpha)
-    return TableChange(rows, old, freezes_old=check_flag("frozen_rows", frozen_rows))
+    return TableChange(rows, old, keeps_short=True, freezes_old=check_flag("frozen_rows", frozen_rows))

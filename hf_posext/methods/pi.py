@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from hf_posext.arguments import check_choice, check_flag
-from hf_posext.contract import DistanceChange, Host, PositionTable, RotaryChange, Spectrum, TableChange
+from hf_posext.contract import (
+    DistanceChange,
+    GridChange,
+    GridTable,
+    Host,
+    PositionTable,
+    RotaryChange,
+    Spectrum,
+    TableChange,
+)
 from hf_posext.functional import interpolate_table
 from hf_posext.methods._wavelengths import Factor, per_channel
 from hf_posext.methods.registry import method
@@ -64,7 +73,8 @@ def learned(
     places = torch.arange(count, dtype=torch.float64) * factor
     if align == "corners" and count > 1:
         places = torch.arange(count, dtype=torch.float64) * ((length - 1) / (count - 1))
-    return TableChange(rows, old_rows(places, length), freezes_old=check_flag("frozen_rows", frozen_rows))
+    old = old_rows(places, length)
+    return TableChange(rows, old, is_scaled=True, freezes_old=check_flag("frozen_rows", frozen_rows))
 
 
 @pi.on("sinusoidal")
@@ -78,7 +88,7 @@ def sinusoidal(table: PositionTable, factor: float) -> TableChange:
     rows = table.at(torch.arange(table.target_length, dtype=torch.float64) / factor)
     old = old_rows(torch.arange(table.trained_length, dtype=torch.float64) * factor, table.target_length)
     rows[old >= 0] = table.rows[old[old >= 0]]
-    return TableChange(rows, old, is_fixed=True)
+    return TableChange(rows, old, is_scaled=True, is_fixed=True)
 
 
 @pi.on("alibi")
@@ -89,6 +99,28 @@ def distances(host: Host, factor: Factor) -> DistanceChange:
     Source: Al-Khateeb et al. 2023 (arXiv 2310.13017) for slopes; the same idea for buckets.
     """
     return DistanceChange(factor)
+
+
+@pi.on("grid")
+def grid(table: GridTable, factor: float) -> GridChange:
+    """The table for images with sides s times as long, as the model's own code interpolates it (most are bicubic).
+
+    Rows that are no patches stay as they are.
+
+    Raises:
+        ValueError: sides that are not made of whole patches.
+
+    Source: Dosovitskiy et al. 2021 (ViT, arXiv 2010.11929), sec. 3.2 "2D interpolation".
+    """
+    side, patch = table.trained_length * factor, table.patch
+    image = round(side)
+    if factor > 1 and (abs(side - image) > 1e-6 or image % patch):
+        above = (int(side) // patch + 1) * patch
+        raise ValueError(
+            f"Images must be made of whole patches of {patch} x {patch} pixels, but {table.trained_length} pixels per "
+            f"side by a factor of {factor:g} are {side:g}. Give `target_length`={above}, which is the next that fits."
+        )
+    return GridChange(table.at(image), image)
 
 
 def old_rows(places: torch.Tensor, length: int) -> torch.Tensor:

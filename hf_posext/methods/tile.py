@@ -31,4 +31,5 @@ def learned(table: PositionTable, factor: float, *, frozen_rows: bool = False) -
     length, count = table.target_length, table.trained_length
     places = torch.arange(length)
     old = torch.where(places < count, places, -1)  # a copy is a new row: it is what training has to change
-    return TableChange(tile_table(table.rows, length), old, freezes_old=check_flag("frozen_rows", frozen_rows))
+    rows = tile_table(table.rows, length)
+    return TableChange(rows, old, keeps_short=True, freezes_old=check_flag("frozen_rows", frozen_rows))

@@ -1,4 +1,4 @@
-"""`posext eval`: the numbers of `perplexity`, from files, as a table, as JSON and as a plot."""
+"""`posext eval`: the numbers of `perplexity` or `pseudo_perplexity`, from files, as a table, as JSON and as a plot."""
 
 import gzip
 import json
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForMaskedLM
 
 import hf_posext
 from hf_posext.demo import held_out_documents, load_demo
+from tests.evaluation.masked_stubs import build, documents, masking_tokenizer
 
 ROW_KEYS = ["arm", "context_length", "nll", "perplexity", "low", "high", "tokens", "documents", "skipped"]
 TEXTS = [text[:4000] for text in held_out_documents()[:2]]
@@ -152,3 +154,65 @@ def test_text_needs_a_tokenizer(posext: Any, tmp_path: Path, books: Path) -> Non
     outcome = posext("eval", tmp_path / "bare", "--context-lengths", "256", "--text", books)
     assert outcome.code == 2
     assert "has no tokenizer" in outcome.err
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A saved masked LM of 32 tokens and its tokenizer. Made before `posext` is, which would catch its progress bar."""
+    path = tmp_path / "bert"
+    build().save_pretrained(path)
+    masking_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """Three documents in the words of that tokenizer."""
+    path = tmp_path / "words.jsonl"
+    texts = [" ".join(f"w{int(token)}" for token in ids) for ids in documents(140, 90, 121)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def test_the_rows_of_a_masked_lm_are_those_of_pseudo_perplexity(bert: Path, words: Path, posext: Any) -> None:
+    options = ["--method", "alibi", "--factor", "2", "--draws", "2", "--mask-share", "0.2", "--endpoints", "2"]
+    outcome = posext("eval", bert, "--text", words, "--context-lengths", "32,64", *options, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    model = hf_posext.patch_model(AutoModelForMaskedLM.from_pretrained(bert), "alibi", 2)
+    settings = {"draws": 2, "mask_share": 0.2, "endpoints_per_document": 2}
+    report = hf_posext.pseudo_perplexity(
+        model, masking_tokenizer(), documents(140, 90, 121), context_lengths=[32, 64], **settings
+    )
+    assert outcome.data["rows"] == report.rows
+    assert [list(row) for row in outcome.data["rows"]] == [[*ROW_KEYS, "positions"]] * 10
+    assert outcome.data["record"]["method"] == "alibi"
+
+
+def test_a_masked_lm_is_printed_and_plotted(bert: Path, words: Path, posext: Any, tmp_path: Path) -> None:
+    outcome = posext("eval", bert, "--text", words, "--context-lengths", "16,32", "--out", tmp_path / "out")
+    assert "Pseudo-perplexity (masked tokens, 15 % at a time, of 28 tokens)" in outcome.out
+    assert json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["protocol"]["draws"] == 4
+    assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--context-lengths", "64"], "cannot read 64 tokens: its table of positions ends at 32"),
+        (["--context-lengths", "32", "--protocol", "full"], "`--protocol` is for causal models, got 'full'"),
+        (["--context-lengths", "32", "--stride", "4"], "`--stride` is for causal models, got 4"),
+        (["--context-lengths", "32", "--bars", "window"], "Unknown bar 'window'"),
+    ],
+)
+def test_what_a_masked_lm_cannot_have_is_named(
+    bert: Path, words: Path, posext: Any, options: list[str], named: str
+) -> None:
+    outcome = posext("eval", bert, "--text", words, *options)
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    assert named in outcome.err
+
+
+def test_draws_are_for_masked_models(posext: Any, books: Path) -> None:
+    outcome = posext("eval", "demo:llama", "--context-lengths", "128", "--text", books, "--draws", "2")
+    assert outcome.code == 2
+    assert "`--draws` is for masked LMs, got 2 with LlamaForCausalLM. Leave it out." in outcome.err

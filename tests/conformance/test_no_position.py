@@ -119,4 +119,4 @@ def test_text_beyond_n_can_be_read_and_everything_is_given_back(family: str) -> 
 def test_native_alibi_is_found_where_it_acts() -> None:
     report = hf_posext.inspect_model(causal_model("bloom"))
     assert [(site.mechanism, site.site) for site in report.sites] == [("alibi", "transformer.h.0.self_attention")]
-    assert [method.name for method in hf_posext.list_methods(causal_model("bloom"))] == ["nope"]
+    assert [method.name for method in hf_posext.list_methods(causal_model("bloom"))] == ["nope", "pi"]

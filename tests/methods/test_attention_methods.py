@@ -174,7 +174,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_is_for_frequencies(model: Any, kind: str) -> None:
     method, options = KINDS[kind]
-    with pytest.raises(ValueError, match=rf"`dynamic`=True.*frequencies.*`{method}`"):
+    with pytest.raises(ValueError, match=rf"`dynamic`=True.*scale positions.*`{method}`"):
         patch_model(model, method, 4, dynamic=True, **options)
 
 

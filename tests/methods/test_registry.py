@@ -169,8 +169,14 @@ def test_unknown_option_is_refused_with_the_nearest_and_all_known() -> None:
 
 
 def test_option_of_a_method_without_any_is_refused_as_such() -> None:
-    with pytest.raises(TypeError, match=r"option of `pi`: 'beta_fast'\. Allowed: none\."):
-        get_method("pi").check_options({"beta_fast": 16})
+    with pytest.raises(TypeError, match=r"option of `ntk`: 'beta_fast'\. Allowed: none\."):
+        get_method("ntk").check_options({"beta_fast": 16})
+
+
+def test_option_for_another_mechanism_is_refused_with_those_that_take_it() -> None:
+    get_method("pi").check_options({"mode": "cubic"}, ["learned"])
+    with pytest.raises(TypeError, match="`mode` of `pi` has a meaning for `learned` positions only.*has `rotary`"):
+        get_method("pi").check_options({"mode": "cubic"}, ["rotary"])
 
 
 @pytest.mark.parametrize(("name", "option"), [("abf", "rope_theta"), ("longrope", "long_factor")])
