@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 DEMO = "demo:"
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or demo:llama.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or demo:llama, demo:gpt_neox, demo:bert.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
 FactorOption = Annotated[
     float | None, typer.Option(help="Target length over trained length, >= 1; or give --target-length.")

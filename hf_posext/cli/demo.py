@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from hf_posext.cli import demo_encoder
 from hf_posext.cli._terminal import DEMO, JsonOption, quiet, show, show_json, write_report
+from hf_posext.cli.words import verdict
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,6 +25,7 @@ METHODS = ("pi", "ntk", "ntk_by_parts", "yarn", "self_extend", "rerope")
 DYNAMIC = "yarn (dynamic)"
 PATCHED = (*METHODS, DYNAMIC)
 ABLATIONS = ("alibi", "nope")
+Told = dict[str, Any]
 NOTE = (
     "`none` is not patched; `truncate` is not patched and given the last {trained} tokens only; `window` is the model "
     "of which each token sees only the last {trained}, otherwise not patched; each method is patched for each context "
@@ -80,7 +83,7 @@ def run(
         bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer books and targets.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.json and plot.png.")] = Path("posext_demo"),
-    model: Annotated[str, typer.Option(help="Name of an embedded model.")] = "llama",
+    model: Annotated[str, typer.Option(help="Name of an embedded model: llama, gpt_neox or bert.")] = "llama",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,6 +93,7 @@ def run(
         import torch
 
         from hf_posext.demo import load_demo
+        from hf_posext.evaluation.pseudo_perplexity import is_masked_lm
         from hf_posext.inspection import inspect_model
 
         torch.set_num_threads(threads or torch.get_num_threads())
@@ -97,22 +101,31 @@ def run(
         positions = inspect_model(network)
         if not as_json:
             show(positions, "")
-        story = measure(
-            network, tokenizer, documents, int(network.config.max_position_embeddings), QUICK if quick else Scope()
-        )
-        sentences = read(story)
-        data = story.gain.to_dict() | {
-            "inspect": positions.to_dict(),
-            "short_text": story.price.rows,
-            "reading": sentences,
-        }
-        files = write_report(story.gain, data, out)
+        tell = tell_encoder if is_masked_lm(network) else tell_decoder
+        report, told = tell(network, tokenizer, documents, quick)
+        data = report.to_dict() | {"inspect": positions.to_dict()} | told
+        files = write_report(report, data, out)
     if as_json:
         show_json(data | {"files": [str(path) for path in files]})
     else:
-        show(story.gain, "", *(Text(f"- {sentence}") for sentence in sentences), "")
+        show(report, "", *(Text(f"- {sentence}") for sentence in data["reading"]), "")
         show(*(f"saved {path}" for path in files))
     typer.echo(f"took {time.perf_counter() - started:.1f} s", err=True)
+
+
+def tell_decoder(model: Any, tokenizer: Any, documents: Sequence[str], quick: bool) -> tuple[PerplexityReport, Told]:
+    """Measures a causal model; gives the report, and what else belongs into the file."""
+    story = measure(model, tokenizer, documents, int(model.config.max_position_embeddings), QUICK if quick else Scope())
+    return story.gain, {"short_text": story.price.rows, "reading": read(story)}
+
+
+def tell_encoder(model: Any, tokenizer: Any, documents: Sequence[str], quick: bool) -> tuple[PerplexityReport, Told]:
+    """Measures a masked LM; gives the report, and what else belongs into the file."""
+    scope = demo_encoder.QUICK if quick else demo_encoder.EncoderScope()
+    trained = int(model.config.max_position_embeddings)
+    lengths = tuple(trained * factor for factor in scope.factors)
+    report = demo_encoder.EncoderMeter(model, tokenizer, documents, lengths, scope).measure()
+    return report, {"reading": demo_encoder.read(report, lengths)}
 
 
 @dataclass(frozen=True)
@@ -253,12 +266,3 @@ def price_of_dynamic(price: PerplexityReport) -> str:
         return f"`{DYNAMIC}` pays nothing: its sum over every document is that of the unpatched model to the last bit."
     (length,) = price.protocol["context_lengths"]
     return f"`{DYNAMIC}` against unpatched is {verdict(price.difference(DYNAMIC, 'none', length))}."
-
-
-def verdict(difference: dict[str, Any]) -> str:
-    """A paired difference of NLL in words, with its numbers."""
-    value, low, high = difference["difference"], difference["low"], difference["high"]
-    if low is None:
-        return f"{'better' if value < 0 else 'worse'} by {abs(value):.3f} nats per token, on one document only"
-    word = "clearly better" if high < 0 else "clearly worse" if low > 0 else "not clearly different"
-    return f"{word} ({value:+z.3f} nats per token, 95 % {low:+z.3f} to {high:+z.3f})"
