@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def check(model: nn.Module, plan: Plan, sites: list[Site], depth: str, before: T
         PatchError: it cannot be read or saved, or is read otherwise than before.
     """
     size = f"{plan.target_length} x {plan.target_length} pixels"
-    check_saved(mechanisms.root_model(model), sites, plan)
+    check_sizes(mechanisms.root_model(model), plan)
     after = probe.run(model, sites, probe.DEPTHS[-1], plan.target_length)
     if after is None:
         raise PatchError(
@@ -85,26 +86,35 @@ def flipped(sites: list[Site]) -> Iterator[None]:
             table.data = values
 
 
-def check_saved(root: PreTrainedModel, sites: list[Site], plan: Plan) -> None:
-    """Demands that the tables are all whose shape follows the images, so that plain transformers loads what is saved.
+def check_sizes(root: PreTrainedModel, plan: Plan) -> None:
+    """Demands that all that follows the size of images does, as in a model made for it that plain transformers loads.
 
     Raises:
-        PatchError: other weights would not fit.
+        PatchError: something else than what the patch has changed.
     """
-    old, new = shapes(root, plan.trained_length), shapes(root, plan.target_length)
-    tables = {f"{site.name}.{site.field}".lstrip("."): grid.table_of(site).shape for site in sites}
-    wrong = {name for name, shape in new.items() if shape != tables.get(name, old[name])}
+    old, new = (sizes(fresh(root, image)) for image in (plan.trained_length, plan.target_length))
+    live = sizes(root)
+    wrong = [name for name, size in new.items() if size not in (old.get(name), live.get(name))]
     if wrong:
         raise PatchError(
-            f"{type(root).__name__} has other weights than its table of positions whose size follows that of the images "
-            f"({quoted(sorted(wrong))}), and no way to interpolate them. The model was left as it was."
+            f"{type(root).__name__} has more than its table of positions whose size follows that of the images "
+            f"({quoted(wrong)}), and no way to interpolate it. The model was left as it was."
         )
 
 
-def shapes(root: PreTrainedModel, image: int) -> dict[str, torch.Size]:
-    """Key of the state dict -> shape, in a model of the same class for images of some size; nothing is allocated."""
+def fresh(root: PreTrainedModel, image: int) -> PreTrainedModel:
+    """A model of the same class for images of some size; nothing is allocated."""
     config = copy.deepcopy(root.config)
     for name in image_fields(config):
         setattr(config, name, grid.like(getattr(config, name), image))
     with quiet(), torch.device("meta"):
-        return {name: value.shape for name, value in type(root)(config).state_dict().items()}
+        return type(root)(config)
+
+
+def sizes(model: nn.Module) -> dict[str, Any]:
+    """Path of each parameter and buffer -> its shape, and of each number or pair that a module keeps -> what it is."""
+    found: dict[str, Any] = {name: each.shape for name, each in (*model.named_parameters(), *model.named_buffers())}
+    for path, module in model.named_modules():
+        kept = {name: value for name, value in vars(module).items() if isinstance(value, int | list | tuple)}
+        found |= {f"{path}.{name}": value if isinstance(value, int) else list(value) for name, value in kept.items()}
+    return found

@@ -44,7 +44,7 @@ def side_fields(config: PreTrainedConfig) -> list[str]:
 
 
 def image_fields(config: PreTrainedConfig) -> list[str]:
-    """Names of the fields for the size of the images that a vision model is made for; none where a text has a length."""
+    """Names of the fields for the size of the images that a vision model is made for; none where text has a length."""
     sees = all(getattr(config, name, None) is not None for name in (IMAGE_FIELD, "patch_size"))
     return [IMAGE_FIELD] if sees and not length_fields(config) else []
 

@@ -42,7 +42,8 @@ def patch_model(
     """Changes how a loaded model encodes position, in place and reversibly.
 
     Args:
-        model: a transformers model, also inside PEFT or another wrapper.
+        model: a transformers model, also inside PEFT or another wrapper. One that only sees (ViT, DINOv2, the tower of
+            CLIP by itself) is patched for larger images: N and T are pixels per side of square ones.
         method: name or alias of a method, see `list_methods`.
         factor: s = T / N, a finite number >= 1, relative to the model as given; 1 changes no bit of any output.
         target_length: T in tokens, in place of `factor`.

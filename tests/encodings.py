@@ -6,7 +6,7 @@ Nothing here asks the package: a table is known by the rows that a forward takes
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.shrink import HEAD_WIDTH
+from tests.shrink import HEAD_WIDTH, HEADS
 from tests.texts import LENGTH, logits
 
 ROTARY, LEARNED, SINUSOIDAL, ALIBI, RELATIVE_BIAS = "rotary", "learned", "sinusoidal", "alibi", "relative_bias"
+TABLES = (LEARNED, SINUSOIDAL)
 FEWEST_DISTANCES = 4
 SPEAKING = {
     RELATIVE_BIAS: r"rel(ative)?_shift|_relative_(shift|gather)|relative_position",
@@ -42,36 +43,39 @@ class Encodings:
     """Path of each module with a table of positions, and its mechanism: learned or sinusoidal."""
     others: frozenset[str]
     """Paths of modules with tables of which a text took other rows."""
+    length: int | None
+    """Tokens that the shortest table has rows for, counted from the row that the first token took; None without."""
 
 
 def encodings(model: nn.Module) -> Encodings:
     """What tells a model about positions as it reads a text.
 
     A module has a table of positions where a text of L tokens takes L rows of it one after the other, whatever its
-    words. There is a `relative_bias` where something is picked by a matrix of whole numbers that depend on distance
-    alone. Where none of that is seen, the words of the classes decide.
+    words. There is a `relative_bias` where a matrix of whole numbers is made that depends on distance alone, but for
+    models that rotate: these cut off windows by it. Where none of that is seen, the words of the classes decide.
     """
     reading = _Reading(model)
     with bias_builders(model, reading.noting_bias), reading:
         logits(model)
     tables = {name: value for name, value in reading.tables.items() if not _is_head_table(value)}
-    runs = {name for name, rows in reading.taken if name in tables and _is_run(rows)}
+    runs = {name: int(rows.flatten()[0]) for name, rows in reading.taken if name in tables and _is_run(rows)}
+    length = min((len(tables[name]) - first for name, first in runs.items()), default=None)
     found = {_owner(name): SINUSOIDAL if _has_sinusoids(tables[name]) else LEARNED for name in runs}
     rotates = not reading.has_bias and bool(rotary_modules(model))
-    flags = {ROTARY: rotates, ALIBI: reading.has_bias, RELATIVE_BIAS: reading.picks_by_distance}
+    flags = {ROTARY: rotates, ALIBI: reading.has_bias, RELATIVE_BIAS: reading.has_distances and not rotates}
     mechanisms = {*found.values(), *(name for name, is_there in flags.items() if is_there)}
     mechanisms = mechanisms or set(_spoken_of(model)[:1])
     others = {_owner(name) for name, _ in reading.taken} - set(found)
-    return Encodings(frozenset(mechanisms), found, frozenset(others))
+    return Encodings(frozenset(mechanisms), found, frozenset(others), length)
 
 
 class _Reading(TorchDispatchMode):
-    """Sees which rows a forward takes from each table of a model, and whether it picks anything by distance.
+    """Sees which rows a forward takes from each table of a model, and whether it computes distances.
 
     Attributes:
         tables: parameters and buffers of two dimensions, by path.
         taken: path of a table and the numbers of the rows that one operation took.
-        picks_by_distance: whether there was a matrix of indices by distance.
+        has_distances: whether there was a matrix of whole numbers by distance.
         has_bias: whether there was a linear bias.
     """
 
@@ -81,7 +85,7 @@ class _Reading(TorchDispatchMode):
         self.tables = {name: value for name, value in every if value.ndim == 2 and value.is_floating_point()}
         self.names = {value.data_ptr(): name for name, value in self.tables.items()}
         self.taken: list[tuple[str, torch.Tensor]] = []
-        self.picks_by_distance = self.has_bias = False
+        self.has_distances = self.has_bias = False
 
     def noting_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """The bias as it is."""
@@ -94,8 +98,9 @@ class _Reading(TorchDispatchMode):
         if name is not None and table.shape == self.tables[name].shape:
             rows = _rows_taken(func, args)
             self.taken += [] if rows is None else [(name, rows.clone())]
-        self.picks_by_distance |= any(map(_is_by_distance, _indices(func, args)))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.has_distances |= isinstance(result, torch.Tensor) and _is_by_distance(result)
+        return result
 
 
 def _rows_taken(func: Any, args: Any) -> torch.Tensor | None:
@@ -109,15 +114,6 @@ def _rows_taken(func: Any, args: Any) -> torch.Tensor | None:
     if func is aten.slice.Tensor and len(args) > 3 and args[1] == 0:
         return torch.arange(*slice(*args[2:4]).indices(len(args[0])))
     return None
-
-
-def _indices(func: Any, args: Any) -> list[torch.Tensor]:
-    """The numbers by which an operation picks from its first argument, or puts into it."""
-    if func is aten.embedding.default:
-        return [args[1]]
-    if func in (aten.gather.default, aten.scatter_.value, aten.scatter.value):
-        return [args[2], args[2][..., :1].squeeze(-1)]
-    return [index for index in args[1] if index is not None] if func is aten.index.Tensor else []
 
 
 def _is_run(rows: torch.Tensor) -> bool:
@@ -193,6 +189,43 @@ def rows_given(model: nn.Module, tables: list[str], spread: bool) -> torch.Tenso
         for hook in hooks:
             hook.remove()
     return torch.cat(given)
+
+
+@torch.no_grad()
+def biases(model: nn.Module, step: int) -> torch.Tensor:
+    """What the modules of `BIASES` add to logits of L tokens at positions step * i, all one after the other."""
+    given = [
+        BIASES[type(module).__name__](module, step) for module in model.modules() if type(module).__name__ in BIASES
+    ]
+    return torch.cat([each.flatten() for each in given])
+
+
+def _by_places(module: Any, step: int) -> torch.Tensor:
+    places = step * torch.arange(LENGTH)
+    return module(_states(1, LENGTH, HEADS, len(module.proj)), places, places).tril()
+
+
+def _by_distance(module: Any, step: int) -> torch.Tensor:
+    places = torch.arange(LENGTH)
+    distance = step * (places[:, None] - places)[None, None]
+    return module(_states(1, LENGTH, module.linear.in_features), distance, places[None])
+
+
+def _by_length(module: Any, step: int) -> torch.Tensor:
+    segments = torch.zeros(1, step * LENGTH, dtype=torch.long)
+    return module(segments, segments, segments, segments)[..., ::step, ::step]
+
+
+def _states(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+BIASES: Mapping[str, Callable[[Any, int], torch.Tensor]] = {
+    "CpmAntSegmentPositionEmbedding": _by_length,
+    "InklingRelativeLogits": _by_places,
+    **dict.fromkeys(("Inkling2RelativePositionBias", "Inkling2LoopRelativePositionBias"), _by_distance),
+}
+"""Classes whose biases are asked for without their model, since it mixes neighbours or takes no mask, and how."""
 
 
 def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -106,11 +106,17 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "Step3p7TextConfig": {"sliding_window": 8},
     # It would not run on text alone, or not on text of one channel.
-    "LayoutLMv3Config": {"visual_embed": False, "coordinate_size": 12, "shape_size": 8},
+    "LayoutLMv3Config": {
+        "visual_embed": False,
+        "coordinate_size": 12,
+        "shape_size": 8,
+        "max_position_embeddings": TRAINED_LENGTH + 2,
+    },
     "MusicgenDecoderConfig": {"num_codebooks": 1},
     "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
     "XmodConfig": {"default_language": "en_XX"},
-    # Two sizes would be the same by accident.
+    # Two sizes would be the same by accident, or are the same in every checkpoint.
+    "CanineConfig": {"num_hash_buckets": TRAINED_LENGTH},
     "GradiumPhononTTSConfig": {"num_speakers_vocab_size": 8},
     "PegasusXConfig": {"num_global_tokens": 8},
     # One field must be a function of others.
@@ -128,6 +134,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "LiltConfig": {"hidden_size": 6 * HEAD_WIDTH},
+    "MPNetConfig": {"max_position_embeddings": TRAINED_LENGTH + 2},
     "NystromformerConfig": {"conv_kernel_size": 5},
     "ReformerConfig": {"axial_pos_embds_dim": [WIDTH // 2, WIDTH // 2], "axial_pos_shape": [4, TRAINED_LENGTH // 4]},
     "FalconH1Config": {"mamba_d_ssm": 2 * WIDTH, "mamba_d_head": HEAD_WIDTH},

@@ -20,8 +20,8 @@ KEEPING = ("tile", "hierarchical")  # methods that leave text of N tokens as it 
 TABLES = ("pi", *KEEPING)
 NOTE = (
     "`truncate` is not patched and reads the same text in pieces of at most {trained} tokens; each other arm is "
-    "patched for each context length T by the factor T / {trained}, so at {trained} it changes nothing; `{random}` has the old "
-    "rows and then rows drawn at random with their spread, which is what a larger table costs without a method; "
+    "patched for each context length T by the factor T / {trained}, so at {trained} it changes nothing; `{random}` has "
+    "the old rows and then rows drawn at random with their spread, which is what a larger table is without a method; "
     "`{dynamic}` is patched once, for {longest} tokens. No arm is tuned."
 )
 

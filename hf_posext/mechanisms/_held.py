@@ -7,6 +7,7 @@ float64 outside of any buffer, after whatever replaced them. Its holder says how
 from __future__ import annotations
 
 import functools
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+HOOKED = "_old_forward"
 _HELD: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -85,14 +87,22 @@ class Unheld:
 def hold(module: nn.Module, holder: Holder) -> None:
     """Makes a module keep the holder's values from now on."""
     module.__dict__["_posext"] = holder
-    module.__class__ = held_class(holder.original_class)
+    rebind(module, held_class(holder.original_class))
     holder.rewrite(module)
 
 
 def release(module: nn.Module) -> None:
     """Gives the module back its class; the values are the caller's to restore."""
-    module.__class__ = holder_of(module).original_class
+    rebind(module, holder_of(module).original_class)
     del module.__dict__["_posext"]
+
+
+def rebind(module: nn.Module, to: type[nn.Module]) -> None:
+    """Gives a module another class, and its forward to the hooks of accelerate, which keep that of the class before."""
+    kept = module.__dict__.get(HOOKED)
+    if kept is not None and getattr(kept, "__func__", None) is type(module).forward:
+        module.__dict__[HOOKED] = types.MethodType(to.forward, module)
+    module.__class__ = to
 
 
 def revive(base: type[nn.Module]) -> nn.Module:

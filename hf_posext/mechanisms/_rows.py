@@ -61,7 +61,7 @@ class RowsHolder:
         table: Tensor = getattr(module, self.field)
         if self.is_off:
             return table.new_zeros(1, 1, table.shape[1])
-        if self.formula is not None and table._version != self.version:
+        if self.formula is not None and not torch.compiler.is_compiling() and table._version != self.version:
             self.rewrite(module)
         if (
             self.numbers is None

@@ -55,6 +55,7 @@ class Sizes:
             "image_size": self.image,
             "num_patches": self.across**2,
             "num_patches_per_side": self.across,
+            "patch_shape": self.across,
             "num_positions": self.rows,
             "num_embeddings": self.rows,
         }

@@ -1,4 +1,4 @@
-"""The two invariants hold for nearly every rotary architecture that the installed transformers can make."""
+"""The two invariants hold for nearly every architecture with positions that the installed transformers can make."""
 
 import logging
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ import transformers
 from recipes.coverage import DOCUMENT, Coverage, render, run
 
 SHARE = 0.95
-SMALLEST_SWEEP = 240
+SMALLEST_SWEEPS = {"rotary": 260, "others": 125}
 """So many architectures at least can be built: a sweep that lost its models would prove nothing."""
+FEWEST = {"learned": 90, "sinusoidal": 12, "alibi": 3, "relative_bias": 15}
+"""So many at least of each other mechanism hold."""
 
 pytestmark = [
     pytest.mark.transformers_logs("what transformers says of its own default configurations"),
@@ -27,18 +29,25 @@ def coverage() -> Iterator[Coverage]:
     library.setLevel(level)
 
 
-def test_the_sweep_is_large(coverage: Coverage) -> None:
-    assert len(coverage.findings) >= SMALLEST_SWEEP
+@pytest.mark.parametrize("part", SMALLEST_SWEEPS)
+def test_the_sweep_is_large(coverage: Coverage, part: str) -> None:
+    assert len(getattr(coverage, part).findings) >= SMALLEST_SWEEPS[part]
 
 
-def test_invariants_hold_for_nearly_every_architecture(coverage: Coverage) -> None:
-    assert coverage.share >= SHARE, [(each.architecture, each.problems) for each in coverage.failing]
+@pytest.mark.parametrize("mechanism", FEWEST)
+def test_every_mechanism_is_in_the_sweep(coverage: Coverage, mechanism: str) -> None:
+    assert coverage.others.count(mechanism) >= FEWEST[mechanism]
+
+
+@pytest.mark.parametrize("part", SMALLEST_SWEEPS)
+def test_invariants_hold_for_nearly_every_architecture(coverage: Coverage, part: str) -> None:
+    found = getattr(coverage, part)
+    assert found.share >= SHARE, [(each.architecture, each.problems) for each in found.failing]
 
 
 def test_every_model_comes_back_bit_for_bit(coverage: Coverage) -> None:
-    restored = [
-        problem for each in coverage.findings for problem in each.problems if problem.startswith("not restored")
-    ]
+    findings = [each for part in coverage.parts for each in part.findings]
+    restored = [problem for each in findings for problem in each.problems if problem.startswith("not restored")]
     assert restored == []
 
 

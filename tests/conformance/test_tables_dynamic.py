@@ -1,4 +1,4 @@
-"""Dynamic `pi` on tables: each row of a batch is read with the old table up to N tokens, beyond with the stretched one."""
+"""Dynamic `pi` on tables: a row of at most N tokens is read with the old table, a longer one with the stretched one."""
 
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,9 @@ def test_a_fixed_length_decides_for_all_texts_of_a_block() -> None:
     model, tokens = shared_model("gpt2", KIND), text(20, 2)
     with fixed_length(model, LONG):
         assert_close(read(model, tokens), read(shared_model("gpt2", "pi"), tokens), 1e-5)
-        assert_close(in_pieces(model, text(LONG), steps(20, LONG), CACHES["dynamic"](model, LONG)), whole(model, text()))
+        assert_close(
+            in_pieces(model, text(LONG), steps(20, LONG), CACHES["dynamic"](model, LONG)), whole(model, text())
+        )
     with fixed_length(model, N):
         assert torch.equal(read(model, tokens), read(shared_unpatched("gpt2"), tokens))
     with fixed_length(model, [N, LONG]):

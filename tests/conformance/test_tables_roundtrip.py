@@ -82,9 +82,7 @@ def read_plainly(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """What a process without this package makes of all cases that claim to need no more."""
     folder, cases = tmp_path_factory.mktemp("plain"), [case for case in saved if is_plain(case)]
-    jobs = [
-        {"folder": str(saved[case].folder), "auto_class": FAMILIES[case[0]].auto_class.__name__} for case in cases
-    ]
+    jobs = [{"folder": str(saved[case].folder), "auto_class": FAMILIES[case[0]].auto_class.__name__} for case in cases]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.plain_reader", folder / "jobs.json", folder / "results.pt"],
