@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posext.contract import RotaryChange, Site
 from hf_posext.errors import PatchError
@@ -20,6 +20,7 @@ from hf_posext.mechanisms._scope import scoped_modules
 logger = logging.getLogger(__name__)
 POSITIONS = (0, 1, 2, 7)
 TOKENS = 6
+CHARACTERS = 128
 DEPTHS = ("first attention", "whole stack")
 
 
@@ -124,14 +125,15 @@ def run(model: nn.Module, sites: list[Site], depth: str, length: int) -> Tensor 
         except Exception as error:  # whatever a foreign forward raises when it wants more than token ids
             logger.debug("The probe could not run %s on token ids alone: %s", type(owner).__name__, error)
             return None
-    first = output if torch.is_tensor(output) else output[0]
+    values = output.values() if isinstance(output, Mapping) else output
+    first = output if torch.is_tensor(output) else next(iter(values))
     return first if torch.is_tensor(first) else None
 
 
 def text(owner: PreTrainedModel, length: int) -> dict[str, Any]:
     """A few tokens whose positions are spread over a length."""
     device = next(owner.parameters()).device
-    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
+    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % vocabulary_size(owner.config)
     positions = torch.arange(TOKENS, device=device)[None] * max(1, length // TOKENS)
     return {
         "input_ids": tokens,
@@ -139,6 +141,11 @@ def text(owner: PreTrainedModel, length: int) -> dict[str, Any]:
         "position_ids": positions,
         "use_cache": False,
     }
+
+
+def vocabulary_size(config: PreTrainedConfig) -> int:
+    """Token ids that a text model has; characters are numbered without an end."""
+    return int(getattr(config.get_text_config(), "vocab_size", None) or CHARACTERS)
 
 
 def image(owner: PreTrainedModel, site: Site, side: int) -> dict[str, Any]:

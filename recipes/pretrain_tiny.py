@@ -11,10 +11,14 @@
 The first command trains (about an hour on one core; run it again to resume), the second writes the bf16 weights, the
 tokenizer and `training_log.json`. `gpt_neox_pretrain_256.yaml` and `bert_pretrain_256.yaml` make the other two.
 
-Of the causal models' sequences a quarter are copy, repeat and passkey tasks with distances over the whole window: without
-them a model of this size cannot copy at all and every retrieval probe on it would be vacuous. Mixed in from the start they
-teach nothing (accuracy stayed at chance for 2500 steps); a short stage of nothing but repeated random tokens at the full
-learning rate does, and the mixture then keeps it. A config with `data.mask` trains a masked language model instead.
+A part of the causal models' sequences are copy, repeat and passkey tasks with distances over the whole window: without
+them a model of this size cannot copy at all and every retrieval probe on it would be vacuous. Mixed in from the start
+they taught Llama nothing (accuracy at chance for 2500 steps); a short stage of nothing but repeated random tokens does,
+and the mixture then keeps it. A config with `data.mask` trains a masked language model.
+
+`start: neighbours` begins with heads that look at the tokens beside each one. Without them the masked model's loss was
+that of word frequencies (5.3 nats) for all 1100 steps tried, and GPT-NeoX, of which few channels rotate, learned no
+copying in 500 steps of repeated tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ import torch
 import transformers
 import yaml
 from datasets import Dataset
+from neighbour_heads import STARTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -144,15 +150,10 @@ class SequenceMaker:
         return Dataset.from_list([self.row(kind) for kind in kinds])
 
 
-def next_token_accuracy(prediction: Any) -> dict[str, float]:
-    """Share of labelled tokens whose arg max at the token before is right."""
-    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
-    return {"accuracy": float((guesses == labels)[labels != IGNORED].mean())}
-
-
-def masked_accuracy(prediction: Any) -> dict[str, float]:
-    """Share of masked tokens whose arg max is right."""
+def accuracy(prediction: Any, shift: int) -> dict[str, float]:
+    """Share of labelled tokens whose arg max is right, `shift` places before them."""
     guesses, labels = prediction.predictions, prediction.label_ids
+    guesses, labels = guesses[:, : guesses.shape[1] - shift], labels[:, shift:]
     return {"accuracy": float((guesses == labels)[labels != IGNORED].mean())}
 
 
@@ -185,6 +186,8 @@ def build(config: dict[str, Any], out: Path) -> Trainer:
     model_class = getattr(transformers, config["architecture"])
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     model = model_class(model_class.config_class(**tokens, **config["model"]))
+    if config.get("start") == "neighbours":
+        STARTS[config["architecture"]](model)
     arguments = TrainingArguments(
         output_dir=str(out),
         report_to="none",
@@ -200,7 +203,7 @@ def build(config: dict[str, Any], out: Path) -> Trainer:
         eval_dataset={name: validation.dataset([kind] * 128) for name, kind in data["judged"].items()},
         processing_class=tokenizer,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=masked) if masked else as_they_are,
-        compute_metrics=masked_accuracy if masked else next_token_accuracy,
+        compute_metrics=partial(accuracy, shift=0 if masked else 1),
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
 

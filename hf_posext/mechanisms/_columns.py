@@ -27,9 +27,11 @@ def grow_columns(model: nn.Module, site: Site, more: int, reserved: int) -> None
     rows = len(getattr(site.module, site.field))
     every = list(scoped_modules(model))
     owner = next(each.owner for each in every if each.module is site.module)
-    for module in [each.module for each in every if each.owner is owner and each.module is not site.module]:
+    for module in [each.module for each in every if each.owner is owner]:
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.dim() == 0 or buffer.shape[-1] not in (rows, rows - reserved):
+                continue
+            if module is site.module and name == site.field:
                 continue
             other = grown(buffer, more)
             if other is None:
@@ -37,7 +39,7 @@ def grow_columns(model: nn.Module, site: Site, more: int, reserved: int) -> None
             if more > 0:
                 module.__dict__.setdefault(UNDO, {}).setdefault(name, buffer)
             module._buffers[name] = other
-        for name in SIZES:
+        for name in SIZES if module is not site.module else ():
             if vars(module).get(name) in (rows, rows - reserved):
                 if more > 0:
                     module.__dict__.setdefault(UNDO, {}).setdefault(name, vars(module)[name])

@@ -16,6 +16,7 @@ from hf_posext.mechanisms._columns import grow_columns
 from hf_posext.mechanisms._held import hold, holder_of, release, write_buffer
 
 OFFSET = 2  # rows in front of the first position that some families have whatever their padding
+LOOKED_UP = ("weight", "weights")  # names of tables whose modules do nothing but look rows up
 OLD_ROWS = "posext_rows"  # the old table beside the new one, where each row of a batch is read with one of them
 SIZES = ("num_embeddings", "num_positions", "max_length", "max_positions", "max_position_embeddings")
 
@@ -30,6 +31,7 @@ class RowsHolder:
         original: the table to go back to.
         attributes: numbers of rows that the module keeps, as they were.
         reserved: rows in front that stand for no position.
+        is_direct: whether the module does more than to look rows up, so that nothing but its table can be changed.
         is_off: whether zeros are added instead of rows.
         formula: [R, W] float64, rows that are no weights and that nothing may replace; None for weights.
         frozen: [R] bool, rows that training leaves alone; None for none.
@@ -44,6 +46,7 @@ class RowsHolder:
         self.original: Tensor = getattr(site.module, site.field)
         self.attributes = sizes_of(site.module, len(self.original), reserved)
         self.reserved = reserved
+        self.is_direct = site.field not in LOOKED_UP
         self.is_off = self.is_lost = False
         self.formula: Tensor | None = None
         self.frozen: Tensor | None = None
@@ -69,6 +72,8 @@ class RowsHolder:
             or len(self.numbers_table()) != len(table)
         ):
             self.count_rows(module)
+        if self.is_direct:
+            return forward(module, *args, **kwargs)
         rows, *more = self.asked_for(args, kwargs)
         found = self.look_up(module, getattr(module, self.field), rows)
         return (found, *more) if more else found
@@ -203,6 +208,7 @@ def write(model: nn.Module, site: Site, change: TableChange, reserved: int, is_c
     grow_columns(model, site, len(change.rows) + reserved - len(present), reserved)
     holder = holder_for(site, reserved)
     if is_chosen:
+        check_looked_up(site)
         site.module.register_buffer(OLD_ROWS, present.detach().clone())
     full = torch.cat((present.detach()[:reserved].cpu().double(), change.rows))
     holder.formula = full if change.is_fixed else None
@@ -212,6 +218,20 @@ def write(model: nn.Module, site: Site, change: TableChange, reserved: int, is_c
         holder.kept = full.to(present.device, present.dtype)
     put_rows(site, full.to(present.dtype).to(present.device), is_trained=not change.is_fixed)
     holder.rewrite(site.module)
+
+
+def check_looked_up(site: Site) -> None:
+    """Refuses what needs more than another table where a module does more than to look rows up.
+
+    Raises:
+        PatchError: it does.
+    """
+    if site.field not in LOOKED_UP:
+        raise PatchError(
+            f"{site} ({type(site.module).__name__}) does more than to look rows up in its `{site.field}`, so that its "
+            "table can be replaced, but neither switched off nor chosen for each text. Patch with another method, and "
+            "with dynamic=False."
+        )
 
 
 def silence(model: nn.Module, site: Site, more: int, reserved: int, grows: bool) -> None:
@@ -225,6 +245,7 @@ def silence(model: nn.Module, site: Site, more: int, reserved: int, grows: bool)
         grows: whether the table gets as many more rows, of zeros, without which plain transformers could not load what
             is saved. What a class computes itself needs none.
     """
+    check_looked_up(site)
     grow_columns(model, site, more, reserved)
     holder_for(site, reserved).is_off = True
     rows = getattr(site.module, site.field)

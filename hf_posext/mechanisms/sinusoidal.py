@@ -19,32 +19,32 @@ from hf_posext.mechanisms._scope import Scoped
 __all__ = ["MECHANISM", "find", "formula_of", "read", "reserved_rows", "restore", "silence"]
 
 MECHANISM = "sinusoidal"
-BUFFER = "weights"
 LOOKED_AT = 64  # rows
 FORMULAE: list[dict[str, Any]] = [
-    {"layout": layout, "spacing": spacing}
-    for layout in ("halves", "interleaved")
+    {"layout": layout, "spacing": spacing, "turned": turned}
+    for layout, turned in (("halves", False), ("interleaved", False), ("halves", True))
     for spacing in ("paper", "tensor2tensor")
 ]
+"""Arguments of `formula_rows`."""
 
 
 def find(scoped: Scoped) -> list[Site]:
-    """A table as wide as the hidden states whose rows are sines and cosines: a frozen embedding, or a buffer."""
+    """A table as wide as the hidden states whose rows are sines and cosines: an embedding's weight, or a buffer."""
     module = scoped.module
     holder = holder_of(module)
     if isinstance(holder, _rows.RowsHolder) and holder.mechanism == MECHANISM:  # its rows may be other ones by now
         return [Site(MECHANISM, scoped.name, module, scoped.config, "", holder.field)]
-    name = "weight" if isinstance(module, nn.Embedding) else BUFFER
-    table = getattr(module, name, None)
+    tables = dict(module.named_buffers(recurse=False))
+    if isinstance(module, nn.Embedding):
+        tables["weight"] = module.weight
     width = getattr(scoped.config, "hidden_size", None) or getattr(scoped.config, "d_model", None)
-    if not torch.is_tensor(table) or table.dim() != 2 or table.shape[1] != width:
-        return []
-    site = Site(MECHANISM, scoped.name, module, scoped.config, "", name)
-    return [site] if _rows.size_fields(site) and formula_of(table) else []
+    wide = [name for name, table in tables.items() if table.dim() == 2 and table.shape[1] == width]
+    sites = [Site(MECHANISM, scoped.name, module, scoped.config, "", name) for name in wide]
+    return [site for site in sites if _rows.size_fields(site) and formula_of(tables[site.field])]
 
 
 def formula_of(table: Tensor) -> dict[str, Any] | None:
-    """Which published formula gives the rows of a table, as arguments of `sinusoidal_table`; None for no such table.
+    """Which published formula gives the rows of a table, as arguments of `formula_rows`; None for no such table.
 
     The row of a padding token may be zero, and an odd width may have one channel more than two halves.
     """
@@ -57,10 +57,16 @@ def formula_of(table: Tensor) -> dict[str, Any] | None:
     filled = rows.abs().sum(1) > 0
     tolerance = 4 * torch.finfo(table.dtype).eps + 1e-5  # angles of published code are rounded to float32
     for formula in FORMULAE:
-        expected = sinusoidal_table(len(rows), table.shape[1], **formula)
+        expected = formula_rows(torch.arange(len(rows)), table.shape[1], **formula)
         if filled.sum() > 2 and torch.allclose(rows[filled], expected[filled], rtol=0, atol=tolerance):
             return formula
     return None
+
+
+def formula_rows(positions: Tensor, width: int, layout: str, spacing: str, turned: bool) -> Tensor:
+    """[P, W] float64: `sinusoidal_table`; turned, the cosines come first."""
+    rows = sinusoidal_table(positions, width, layout=layout, spacing=spacing)
+    return rows.roll(width // 2, dims=1) if turned else rows
 
 
 def reserved_rows(site: Site) -> int:
@@ -83,7 +89,7 @@ def read(site: Site, trained_length: int) -> PositionTable:
 
 def rows_at(width: int, reserved: int, formula: dict[str, Any], positions: Tensor) -> Tensor:
     """[P, W] float64: what a table would say at any positions, [P] float64."""
-    return sinusoidal_table(reserved + positions, width, **formula)
+    return formula_rows(reserved + positions, width, **formula)
 
 
 def silence(model: nn.Module, site: Site, reserved: int, more: int) -> None:
