@@ -174,9 +174,12 @@ def patched_rotary(model: Any) -> Iterator[str]:
 def patched_other(model: Any, seen: Encodings) -> Iterator[str]:
     """Patches a model that is told positions in other ways; gives what is wrong with how far it reads then."""
     report, before = inspect_model(model), logits(model)
+    stated = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", -1)
+    stated = stated if stated > 0 else TRAINED_LENGTH  # there are models that state -1
+    length = FACTOR * min(seen.length or stated, stated)
     yield from unlike(seen, report.sites)
     patch_model(model, "pi", factor=FACTOR, layers="all", **length_for(report.trained_length))
-    length, usable = FACTOR * (seen.length or TRAINED_LENGTH), inspect_model(model).usable_length
+    usable = inspect_model(model).usable_length
     if usable != length:
         yield f"`inspect_model` says {usable} tokens for {length}"
     if close(logits(model), before):

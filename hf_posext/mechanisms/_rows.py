@@ -66,33 +66,29 @@ class RowsHolder:
             return table.new_zeros(1, 1, table.shape[1])
         if self.formula is not None and not torch.compiler.is_compiling() and table._version != self.version:
             self.rewrite(module)
-        if (
-            self.numbers is None
-            or self.numbers_table().device != table.device
-            or len(self.numbers_table()) != len(table)
-        ):
-            self.count_rows(module)
-        if self.is_direct:
-            return forward(module, *args, **kwargs)
-        rows, *more = self.asked_for(args, kwargs)
-        found = self.look_up(module, getattr(module, self.field), rows)
+        try:
+            if self.is_direct:
+                return forward(module, *args, **kwargs)
+            rows, *more = self.asked_for(module, args, kwargs)
+            found = self.look_up(module, getattr(module, self.field), rows)
+        except IndexError as error:
+            raise ValueError(too_long(len(table) - self.reserved)) from error
         return (found, *more) if more else found
 
-    def asked_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def asked_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """[..., L] int64, the rows that the module looks up, and what else it gives out.
 
         Raises:
-            ValueError: a position beyond the last row.
+            IndexError, ValueError: a position far beyond the last row.
         """
-        last = len(self.numbers_table()) - self.reserved
-        try:
-            output = self.original_class.forward(self.numbers, *args, **kwargs)
-        except IndexError as error:
-            raise ValueError(too_long(last)) from error
+        table = getattr(module, self.field)
+        if self.numbers is None or self.numbers_table().device != table.device:
+            self.count_rows(module)
+        output = self.original_class.forward(self.numbers, *args, **kwargs)
         numbers, *more = output if isinstance(output, tuple) else (output,)
         if numbers.shape[-1] != 1:  # a class whose table grows on demand
             self.numbers = None
-            raise ValueError(too_long(last))
+            raise ValueError(too_long(len(table) - self.reserved))
         return numbers[..., 0].long(), *more
 
     def look_up(self, module: nn.Module, table: Tensor, rows: Tensor) -> Tensor:
@@ -110,13 +106,13 @@ class RowsHolder:
         return torch.where(is_long[:, None, None], found, before)
 
     def numbers_table(self) -> Tensor:
-        """[R, 1]: the numbers 0, 1, ..."""
+        """[2R, 1]: the numbers 0, 1, ..., beyond R since some classes ask by the width of a batch, padding included."""
         return getattr(self.numbers, self.field)
 
     def count_rows(self, module: nn.Module) -> None:
         """Makes the module of row numbers: the present one, without hooks, on another table."""
         table = getattr(module, self.field)
-        numbers = torch.arange(len(table), dtype=torch.float32, device=table.device)[:, None]
+        numbers = torch.arange(2 * len(table), dtype=torch.float32, device=table.device)[:, None]
         plain = nn.Module()
         plain.__dict__.update({name: value for name, value in vars(module).items() if name not in vars(plain)})
         plain.__dict__.pop("_posext", None)
