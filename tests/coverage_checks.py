@@ -174,9 +174,7 @@ def patched_rotary(model: Any) -> Iterator[str]:
 def patched_other(model: Any, seen: Encodings) -> Iterator[str]:
     """Patches a model that is told positions in other ways; gives what is wrong with how far it reads then."""
     report, before = inspect_model(model), logits(model)
-    stated = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", -1)
-    stated = stated if stated > 0 else TRAINED_LENGTH  # there are models that state -1
-    length = FACTOR * min(seen.length or stated, stated)
+    length = FACTOR * expected_length(model.config, seen)
     yield from unlike(seen, report.sites)
     patch_model(model, "pi", factor=FACTOR, layers="all", **length_for(report.trained_length))
     usable = inspect_model(model).usable_length
@@ -187,6 +185,13 @@ def patched_other(model: Any, seen: Encodings) -> Iterator[str]:
     read(model, length)
     if seen.tables:
         yield from beyond(model, length + 1)
+
+
+def expected_length(config: Any, seen: Encodings) -> int:
+    """N: what the configuration says, which here is 32 where it says nothing, or less where a table has fewer rows."""
+    stated = getattr(config.get_text_config(decoder=True), "max_position_embeddings", -1)
+    stated = stated if stated > 0 else TRAINED_LENGTH  # XLNet says -1
+    return min(seen.length or stated, stated)
 
 
 def unlike(seen: Encodings, sites: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForMaskedLM
 
 import hf_posext
 from hf_posext.methods import REGISTRY
@@ -57,6 +58,26 @@ def test_the_block_on_methods_in_attention_runs(tmp_path, monkeypatch):
     exec(blocks("python")[2], namespace)
     assert namespace["model"].config.posext["options"] == {"group_size": "dynamic"}
     assert hf_posext.inspect_model(namespace["model"]).in_force
+
+
+def test_the_block_on_encoders_runs(tmp_path, monkeypatch):
+    """Its asserts say that short text keeps every bit and that long text can be read; what it saves loads plainly."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec("import torch\nimport hf_posext\nfrom hf_posext.demo import load_demo", namespace)
+    exec(blocks("python")[3], namespace)
+    assert AutoModelForMaskedLM.from_pretrained("bert-1024").config.max_position_embeddings == 1024
+
+
+def test_the_matrix_of_mechanisms_is_the_registry():
+    head, _, *rows = re.search(r"\| method \| rotary .*?\n\n", README, flags=re.DOTALL)[0].strip().splitlines()
+    columns = [cell.strip() for cell in head.strip("|").split("|")][1:]
+    found = {}
+    for row in rows:
+        names, *marks = [cell.strip() for cell in row.strip("|").split("|")]
+        for name in re.findall(r"`(\w+)`", names):
+            found[name] = {column for column, mark in zip(columns, marks, strict=True) if mark == "x"}
+    assert found == {name: set(each.functions) for name, each in REGISTRY.items() if "attention" not in each.functions}
 
 
 def test_the_set_up_is_exactly_two_commands_and_ci_runs_the_second():

@@ -56,7 +56,8 @@ def load_demo(name: str = "llama") -> tuple[PreTrainedModel, PreTrainedTokenizer
 
     path = demo_path(name)
     config = transformers.AutoConfig.from_pretrained(path)
-    config.use_cache = True
+    if hasattr(config, "use_cache"):
+        config.use_cache = True
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(path, config=config, dtype=torch.float32).eval()
     return model, transformers.AutoTokenizer.from_pretrained(path), held_out_documents()

@@ -89,6 +89,6 @@ def see(model: Any, pixels: Tensor, **keywords: Any) -> Tensor:
 
 
 def table_of(row: str, model: Any) -> Tensor:
-    """[R, W]: the whole table."""
+    """[R, W]: the whole table, a copy."""
     table = model.get_parameter(FAMILIES[row].table)
-    return table.detach().reshape(-1, WIDTH)
+    return table.detach().reshape(-1, WIDTH).clone()
