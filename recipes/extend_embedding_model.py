@@ -128,7 +128,7 @@ def main() -> None:
     path = arguments.model or default_model()
     model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     books = load_demo("llama")[2]
-    short = [line for book in books for line in book[3000:4500].split(". ")[1:4]]
+    short = [book[start : start + 200] for book in books for start in range(2000, 10000, 2000)]
     before = similarities(model, tokenizer, short)
     texts = list(haystacks(tokenizer, books))
     questions = [sentence(model, tokenizer, question) for _, question in texts]

@@ -1,4 +1,4 @@
-"""The embedded model: there without a network, as promised, and not trained on its own test."""
+"""The embedded models: there without a network, as promised, and not trained on their own test."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posext import patched, perplexity
+from hf_posext import inspect_model, patched, perplexity
 from hf_posext.demo import demo_names, demo_path, held_out_documents, load_demo
 from hf_posext.evaluation.perplexity_report import PerplexityReport
 
@@ -61,9 +61,32 @@ def test_two_models_share_nothing() -> None:
 
 
 def test_models_are_found_by_their_folders() -> None:
-    assert "llama" in demo_names()
-    assert "text" not in demo_names()
-    assert (demo_path("llama") / "model.safetensors").is_file()
+    assert demo_names() == ["bert", "gpt_neox", "llama"]
+    assert all((demo_path(name) / "model.safetensors").is_file() for name in demo_names())
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt_neox"])
+def test_the_other_models_share_text_and_tokenizer(name: str) -> None:
+    model, tokenizer, documents = load_demo(name)
+    _, llamas, same = load_demo("llama")
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == 256
+    assert documents == same
+    text = documents[3][:3000]
+    assert tokenizer(text, verbose=False)["input_ids"] == llamas(text, verbose=False)["input_ids"]
+    assert len(tokenizer) - len(llamas) == (name == "bert")  # the mask
+
+
+def test_the_encoder_has_a_learned_table_and_a_mask() -> None:
+    model, tokenizer, _ = load_demo("bert")
+    (site,) = inspect_model(model).sites
+    assert (site.mechanism, site.rows) == ("learned", 256)
+    assert tokenizer.mask_token_id == model.config.vocab_size - 1
+
+
+def test_of_gpt_neox_a_quarter_of_each_head_rotates() -> None:
+    model, _, _ = load_demo("gpt_neox")
+    (site,) = inspect_model(model).sites
+    assert (site.mechanism, site.rotated_width) == ("rotary", 16)
 
 
 @pytest.mark.parametrize("name", ["lama", "text", "", "../llama"])

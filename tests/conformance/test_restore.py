@@ -160,7 +160,7 @@ def test_a_refused_model_keeps_every_bit() -> None:
     model = special_models.gpt2()
     before = snapshot(model)
     with pytest.raises(NoSiteError):
-        patch_model(model, "pi", 2)
+        patch_model(model, "yarn", 2)
     assert differences(before, snapshot(model)) == []
 
 
