@@ -23,15 +23,19 @@ from hf_posext.writing import remove, state_of, write
 
 @dataclass
 class Trained:
-    """What of a patch can be trained: rows of tables, and parameters that it has added to modules."""
+    """What of a patch can be trained: rows of tables, and parameters that it has added to modules.
+
+    `lost` are the modules of tables whose rows before the patch are not known.
+    """
 
     rows: recovery.Rows = field(default_factory=list)
     parameters: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    lost: list[nn.Module] = field(default_factory=list)
 
 
 def trained_by(model: nn.Module) -> Trained:
     """What training may have changed of the patch of a model."""
-    return Trained(recovery.live_rows(model), reading.own_parameters(model))
+    return Trained(recovery.live_rows(model), reading.own_parameters(model), recovery.lost_tables(model))
 
 
 def apply(model: nn.Module, plan: Plan) -> None:
@@ -147,3 +151,5 @@ def replay(
         recovery.put_back(trained.rows)
         for module, name, parameter in trained.parameters:
             module._parameters[name] = parameter
+        for module in trained.lost:
+            mechanisms.holder_of(module).is_lost = True

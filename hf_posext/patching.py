@@ -172,9 +172,7 @@ def ensure_adopted(model: nn.Module) -> None:
     for site in found:
         if not mechanisms.is_table(site):
             mechanisms.reset(model, site)
-    replay(model, record, trained=Trained(rows))
-    for module in lost:
-        mechanisms.holder_of(module).is_lost = True
+    replay(model, record, trained=Trained(rows, lost=lost))
     if record.native is None:
         return
     for site in mechanisms.find_sites(model):

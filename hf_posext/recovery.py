@@ -33,6 +33,12 @@ def live_rows(model: nn.Module) -> Rows:
     return [(module, name, rows) for module, name, rows in found if is_trained(module, rows)]
 
 
+def lost_tables(model: nn.Module) -> list[nn.Module]:
+    """The modules of tables whose rows before the patch are not known."""
+    modules = [site.module for site in mechanisms.find_sites(model)]
+    return [module for module in modules if getattr(mechanisms.holder_of(module), "is_lost", False)]
+
+
 def is_trained(module: nn.Module, rows: Tensor) -> bool:
     """Whether a table is held, not switched off and a parameter."""
     holder = mechanisms.holder_of(module)

@@ -30,8 +30,8 @@ def find(scoped: Scoped) -> list[Site]:
         return []
     site = Site(MECHANISM, scoped.name, module, config, "", "weight")
     holder = holder_of(module)
-    if isinstance(holder, _rows.RowsHolder):  # it may have more rows by now
-        return [site] if holder.mechanism == MECHANISM else []
+    if holder is not None:  # it may have more rows by now
+        return [site] if getattr(holder, "mechanism", None) == MECHANISM else []
     widths = {getattr(config, name, None) for name in WIDTHS}
     is_named = "position" in scoped.name.rpartition(".")[2]
     if not (is_named or module.embedding_dim in widths) or not size_fields(site) or formula_of(module.weight):

@@ -59,7 +59,7 @@ BAD = {
     "nothing to read": (["eval", "org/model", "--context-lengths", "256"], "nothing to read", "Give --text"),
     "no such text": ([*EVAL, "256", "--text", "gone.txt"], "'gone.txt'", ".jsonl.gz"),
     "no threads": (["demo", "--threads", "0"], "'0'", "posext demo --help"),
-    "no such demo": (["demo", "--model", "bert9"], "'bert9'", "Allowed: `llama`"),
+    "no such demo": (["demo", "--model", "bert9"], "'bert9'", "Allowed: `bert`, `gpt_neox`, `llama`"),
 }
 
 

@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 
-from hf_posext import patch_model, patched, record_of, suspended, unpatch_model
+from hf_posext import PatchError, images, load_pretrained, patch_model, patched, record_of, suspended, unpatch_model
 from tests.copies import through_pickle, through_torch_save
 from tests.mechanisms.vision_models import FAMILIES, ROWS, N, T, image, see, table_of, tiny
 from tests.snapshots import differences, snapshot
@@ -112,6 +114,23 @@ def test_one_patch_on_another(row: str) -> None:
         assert differences(before, snapshot(model, 0)) == []
     assert torch.equal(see(model, image(48)), seen)
     assert differences(before, snapshot(unpatch_model(model), 0)) == []
+
+
+@ROWS
+def test_what_is_lost_stays_so_when_another_patch_fails(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patch_model(tiny(row), "pi", 2)
+    model.save_pretrained(tmp_path)
+    loaded, own = load_pretrained(tmp_path, type(model)).eval(), images.check_sizes
+    before = snapshot(loaded, 0)
+    monkeypatch.setattr(images, "check_sizes", lambda root, plan: own(root, replace(plan, target_length=N)))
+    with pytest.raises(PatchError, match="more than its table"):
+        patch_model(loaded, "pi", 1.5, compose=True)
+    monkeypatch.undo()
+    assert differences(before, snapshot(loaded, 0)) == []
+    with pytest.raises(PatchError, match="not in the checkpoint"):
+        unpatch_model(loaded)
 
 
 @ROWS
