@@ -66,7 +66,7 @@ def test_gpt_neox_is_broken_past_its_window_and_mended_by_yarn():
 def test_longer_tables_of_bert_are_better_than_rows_drawn_at_random():
     """Untuned, at positions beyond the trained length of 512 tokens; in nats per token, paired over documents."""
     model, tokenizer, documents = load_demo("bert")
-    scope = demo_encoder.EncoderScope(factors=(1, 2), endpoints=1, draws=1)
+    scope = demo_encoder.EncoderScope(factors=(1, 2), spans=1, draws=1)
     report = demo_encoder.EncoderMeter(model, tokenizer, documents, (256, 512), scope).measure()
     for method in ("tile", "hierarchical", "pi"):
         assert report.difference(method, demo_encoder.RANDOM, 512, "> 256")["high"] < 0

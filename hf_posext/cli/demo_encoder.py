@@ -33,17 +33,17 @@ class EncoderScope:
     Attributes:
         factors: context lengths as multiples of the trained length; the first is 1.
         documents: documents read at most; None reads all.
-        endpoints: places in each document where targets end.
+        spans: stretches of text, each as long as the longest context, whose masked tokens are scored in each document.
         draws: passes over the same text with other tokens masked.
     """
 
     factors: tuple[int, ...] = (1, 2, 4)
     documents: int | None = None
-    endpoints: int = 3
+    spans: int = 2
     draws: int = 4
 
 
-QUICK = EncoderScope(factors=(1, 2), documents=8, endpoints=1, draws=2)
+QUICK = EncoderScope(factors=(1, 2), documents=8, spans=1, draws=2)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,13 @@ class EncoderMeter:
         """N in tokens."""
         return self.lengths[0]
 
-    def score(self, context_lengths: Sequence[int], targets: int | None, **arguments: Any) -> PseudoPerplexityReport:
+    @property
+    def targets(self) -> int:
+        """Tokens at the end of each document among which the masked ones are scored, in windows of every length."""
+        room = self.trained - self.tokenizer.num_special_tokens_to_add()
+        return self.scope.spans * self.lengths[-1] // self.trained * room
+
+    def score(self, context_lengths: Sequence[int], **arguments: Any) -> PseudoPerplexityReport:
         """Pseudo-perplexity at some lengths, the model as it is now."""
         from hf_posext.evaluation.pseudo_perplexity import pseudo_perplexity
 
@@ -78,9 +84,8 @@ class EncoderMeter:
             self.tokenizer,
             self.documents,
             context_lengths=context_lengths,
-            targets=targets,
+            targets=self.targets,
             draws=self.scope.draws,
-            endpoints_per_document=self.scope.endpoints,
             max_documents=self.scope.documents,
             batch_size=4,
             **arguments,
@@ -91,12 +96,11 @@ class EncoderMeter:
         from hf_posext.patching import patched
 
         with patched(self.model, "pi", target_length=self.lengths[-1], dynamic=True):
-            report = self.score(self.lengths, None, arm=DYNAMIC, bars=["truncate"])
-        targets = report.protocol["targets"]
-        parts = {"none": [self.score([self.trained], targets, bars=[])]}
+            report = self.score(self.lengths, arm=DYNAMIC, bars=["truncate"])
+        parts = {"none": [self.score([self.trained], bars=[])]}
         for method in TABLES:
-            parts[method] = [self.score_patched(method, length, targets) for length in self.lengths]
-        parts[RANDOM] = [self.score_random(length, targets) for length in self.lengths]
+            parts[method] = [self.score_patched(method, length) for length in self.lengths]
+        parts[RANDOM] = [self.score_random(length) for length in self.lengths]
         return replace(
             report,
             measurements=report.measurements + [each for part in chain(*parts.values()) for each in part.measurements],
@@ -104,19 +108,19 @@ class EncoderMeter:
             notes=[NOTE.format(trained=self.trained, longest=self.lengths[-1], random=RANDOM, dynamic=DYNAMIC)],
         )
 
-    def score_patched(self, method: str, length: int, targets: int) -> PseudoPerplexityReport:
+    def score_patched(self, method: str, length: int) -> PseudoPerplexityReport:
         """At one length, patched for it."""
         from hf_posext.patching import patched
 
         with patched(self.model, method, target_length=length):
-            return self.score([length], targets, arm=method, bars=[])
+            return self.score([length], arm=method, bars=[])
 
-    def score_random(self, length: int, targets: int) -> PseudoPerplexityReport:
+    def score_random(self, length: int) -> PseudoPerplexityReport:
         """At one length, with as many rows, the new ones drawn at random."""
         from hf_posext.patching import patched
 
         with patched(self.model, "tile", target_length=length), random_rows(self.model, self.trained):
-            return self.score([length], targets, arm=RANDOM, bars=[])
+            return self.score([length], arm=RANDOM, bars=[])
 
 
 @contextmanager

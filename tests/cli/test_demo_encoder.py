@@ -11,7 +11,7 @@ from hf_posext.cli.demo_encoder import DYNAMIC, KEEPING, RANDOM, TABLES
 from hf_posext.demo import load_demo
 
 LENGTHS = (256, 512)
-SCOPE = demo_encoder.EncoderScope(factors=(1, 2), documents=3, endpoints=1, draws=1)
+SCOPE = demo_encoder.EncoderScope(factors=(1, 2), documents=3, spans=1, draws=1)
 
 
 @pytest.fixture(scope="module")
