@@ -16,7 +16,7 @@ Two to four minutes on one core, under 1 GB of memory. Prints both counts and ea
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +25,26 @@ import transformers
 
 from tests import sweep
 from tests.coverage_checks import NOT_IN_LOGITS, USED_TWICE, Finding, examine
-from tests.encodings import BIASES
+from tests.position_encodings import BIASES
 
 DOCUMENT = Path("docs/coverage.md")
 TWICE, ROWS = (
     "; ".join(f"`{name}`: {reason}" for name, reason in sorted(reasons.items()))
     for reasons in (USED_TWICE, NOT_IN_LOGITS)
 )
+REASONS: Mapping[str, str] = {
+    "BltForCausalLM": "its global layers count patches of bytes, not tokens",
+    "IBertForMaskedLM": "its table is quantised",
+    **dict.fromkeys(
+        ("MistralLarge4ForConditionalGeneration", "MistralLarge4TextModel"),
+        "queries are scaled by the logarithm of their position besides",
+    ),
+    "PegasusXForConditionalGeneration": "it computes sinusoids for any length and keeps no table",
+    "ProphetNetForConditionalGeneration": "one of its streams reads the row of the next position, so that its tables "
+    "end one token earlier; logits by relative buckets besides",
+    "ReformerForMaskedLM": "a position has the rows of two small tables together (axial), none of its own",
+}
+"""Classes that fail, and what is peculiar to them."""
 INTRODUCTION = """\
 Written by `python -m recipes.coverage`; do not edit. Every architecture of `CONFIG_MAPPING` that is told positions by
 a mechanism of the field is built as a tiny random model in float32 (`tests/shrink.py`) and asked two things. A
@@ -137,7 +150,7 @@ def render(coverage: Coverage) -> str:
         "## Not in the sweep",
         "",
         "They have code for positions and take token ids, but no tiny model of them could be built that runs on text",
-        "alone.",
+        "alone, or what they do with positions is none of the above.",
         "",
         *table(("architecture", "reason"), coverage.not_built),
         "",
@@ -157,7 +170,7 @@ def section(title: str, introduction: str, part: Part) -> list[str]:
         )
         for each in part.findings
     ]
-    failures = [(each.architecture, f"`{each.model_class}`", "; ".join(each.problems)) for each in part.failing]
+    failures = [(each.architecture, f"`{each.model_class}`", reason(each), said(each)) for each in part.failing]
     return [
         f"## {title}",
         "",
@@ -165,13 +178,23 @@ def section(title: str, introduction: str, part: Part) -> list[str]:
         "",
         f"### {title}: failures",
         "",
-        *(table(("architecture", "class", "reason"), failures) if failures else ["None."]),
+        *(table(("architecture", "class", "reason", "what was seen"), failures) if failures else ["None."]),
         "",
         f"### {title}: every architecture",
         "",
         *table(("architecture", "class", "encoding", "compared", "holds"), rows),
         "",
     ]
+
+
+def reason(finding: Finding) -> str:
+    """What is peculiar to an architecture that fails."""
+    return REASONS.get(finding.model_class, "-")
+
+
+def said(finding: Finding) -> str:
+    """Everything that went wrong."""
+    return "; ".join(finding.problems)
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -193,7 +216,7 @@ def main() -> None:
     for part in coverage.parts:
         print(part.headline)
         for finding in part.failing:
-            print(f"  {finding.architecture}: {'; '.join(finding.problems)}")
+            print(f"  {finding.architecture}: {said(finding)} ({reason(finding)})")
 
 
 if __name__ == "__main__":

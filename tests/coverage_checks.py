@@ -12,7 +12,7 @@ from hf_posext import inspect_model, patch_model, unpatch_model
 from hf_posext.lengths import trained_length
 from tests import sweep
 from tests.architectures import TRAINED_LENGTH
-from tests.encodings import (
+from tests.position_encodings import (
     ALIBI,
     BIASES,
     ROTARY,

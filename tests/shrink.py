@@ -85,6 +85,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "XGLMConfig": {"pad_token_id": 1},  # its first row of a position is 2 whatever it is
     "Zamba2Config": {"use_mem_rope": True},
     # The default configuration cannot build its own model.
     "Pix2StructTextConfig": {"initializer_range": INITIALIZER_RANGE},

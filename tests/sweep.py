@@ -36,7 +36,15 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "xlm, sinusoidal": ("xlm", {"sinusoidal_embeddings": True}),
 }
 """Other encodings of an architecture than its default: a name -> the architecture and the fields that say so."""
-LEFT_OUT = {"vits": "speaks: random weights give minutes of sound to a few tokens"}
+INTERPOLATES = "interpolates its table to the length of each text: no position has a row, and no length is too long"
+TRANSFORMER_XL = "relative attention of Transformer-XL, computed within its forward: no table, no slopes, no buckets"
+LEFT_OUT = {
+    "vits": "speaks: random weights give minutes of sound to a few tokens",
+    "funnel": TRANSFORMER_XL,
+    "fastspeech2_conformer": TRANSFORMER_XL,
+    "sam3_lite_text": INTERPOLATES,
+    "sam3_lite_text_text_model": INTERPOLATES,
+}
 """Architectures that are not built, and why."""
 ORDER = (
     r"inv_freq|[Rr]otary|alibi|[Ss]inusoid|relative_|rel_pos|wpe\b|pos(ition|itional|itions)?_(embed|emb|enc)|embed_pos"

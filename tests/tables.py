@@ -12,23 +12,24 @@ import transformers
 from torch import Tensor
 
 from hf_posext import patch_model
-from tests.architectures import ENCODER, TRAINED_LENGTH, VOCABULARY
+from tests.architectures import ENCODER, TRAINED_LENGTH, VOCABULARY, tiny_inputs
 from tests.special_models import GPT, build
 
 FACTOR = 2
 N, T = TRAINED_LENGTH, FACTOR * TRAINED_LENGTH
 """Tokens that an unpatched model reads, and a patched one."""
 
+SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": N}
+IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 BERT = {**ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ROBERTA = {**BERT, "pad_token_id": 1, "bos_token_id": 0, "max_position_embeddings": N + 2}
 SMALL = {**BERT, "embedding_size": 24}
 OPT = {
-    "vocab_size": VOCABULARY,
+    **SIZES,
     "hidden_size": 64,
     "ffn_dim": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": N,
     "word_embed_proj_dim": 64,
     "init_std": 0.3,
     "dropout": 0.0,
@@ -37,6 +38,7 @@ OPT = {
     "eos_token_id": 2,
 }
 PAIR = {
+    **IDS,
     "d_model": 64,
     "encoder_layers": 1,
     "decoder_layers": 2,
@@ -48,30 +50,25 @@ PAIR = {
     "init_std": 0.3,
     "dropout": 0.0,
     "attention_dropout": 0.0,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
 SEQ2SEQ = {**PAIR, "vocab_size": VOCABULARY}
 DISTILBERT = {
-    "vocab_size": VOCABULARY,
+    **SIZES,
     "dim": 64,
     "hidden_dim": 64,
     "n_layers": 2,
     "n_heads": 4,
-    "max_position_embeddings": N,
     "initializer_range": 0.3,
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
 GPT2 = {**GPT, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 GPT_NEO = {
-    "vocab_size": VOCABULARY,
+    **SIZES,
     "hidden_size": 64,
     "num_layers": 2,
     "num_heads": 4,
-    "max_position_embeddings": N,
     "attention_types": [[["global", "local"], 1]],
     "window_size": 8,
     "initializer_range": 0.3,
@@ -79,18 +76,15 @@ GPT_NEO = {
     "eos_token_id": 2,
 }
 XGLM = {
-    "vocab_size": VOCABULARY,
+    **SIZES,
+    **IDS,
     "d_model": 64,
     "ffn_dim": 64,
     "num_layers": 2,
     "attention_heads": 4,
-    "max_position_embeddings": N,
     "init_std": 0.3,
     "dropout": 0.0,
     "attention_dropout": 0.0,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
 }
 FSMT = {**PAIR, "langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY}
 BOTH_STACKS = ("model.encoder.embed_positions", "model.decoder.embed_positions")
@@ -163,12 +157,15 @@ ON_SINUSOIDS = ("pi", "pi_dynamic", "sinusoidal")
 """Kinds that have a meaning for a fixed table too."""
 
 Pair = tuple[str, str]
+METHODS = ("pi", "pi_dynamic", "tile", "hierarchical", "sinusoidal")
+PLAIN_ROWS = ("bert", "roberta", "gpt2", "opt", "bart")
 EVERY_PAIR: list[Pair] = [
     (row, kind)
     for row in FAMILIES
-    for kind in (KINDS if row in LEARNED else ON_SINUSOIDS)
+    for kind in (KINDS if row in PLAIN_ROWS else METHODS if row in LEARNED else ON_SINUSOIDS)
     if (row, kind) != ("mpnet", "pi_dynamic")  # its relative bias, which all rows of a batch share, is stretched too
 ]
+"""Every method on every row, and its options on five of them."""
 FEW_PAIRS: list[Pair] = [
     *(("bert", kind) for kind in KINDS),
     ("roberta", "pi_corners"),
@@ -188,7 +185,22 @@ FEW_PAIRS: list[Pair] = [
     ("m2m_100", "pi_dynamic"),
     ("pegasus", "pi"),
 ]
-"""Every kind on the plain row and every way in which a table is kept about once, for what is slow."""
+"""Every kind on the plain row and every row with a kind or two."""
+CORE_PAIRS: list[Pair] = [
+    ("bert", "pi"),
+    ("bert", "sinusoidal"),
+    ("roberta", "pi_dynamic"),
+    ("gpt2", "hierarchical"),
+    ("gpt2", "pi_dynamic"),
+    ("gpt_neo", "tile"),
+    ("opt", "tile_frozen"),
+    ("bart", "pi_cubic"),
+    ("bart", "pi_dynamic"),
+    ("xglm", "pi"),
+    ("m2m_100", "pi_dynamic"),
+    ("pegasus", "pi"),
+]
+"""Every way in which a table is kept or changed about once, for what is slow."""
 
 
 def named(pairs: Iterable[Pair]) -> list[Any]:
@@ -196,7 +208,7 @@ def named(pairs: Iterable[Pair]) -> list[Any]:
     return [pytest.param(row, kind, id=f"{row}-{kind}") for row, kind in pairs]
 
 
-EVERY_CASE, FEW = named(EVERY_PAIR), named(FEW_PAIRS)
+EVERY_CASE, FEW, CORE = named(EVERY_PAIR), named(FEW_PAIRS), named(CORE_PAIRS)
 
 
 def keeps_short(row: str, kind: str) -> bool:
@@ -251,6 +263,18 @@ def with_gradient(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
         plain["decoder_input_ids"] = tokens
         inputs |= {"decoder_attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
     return model(**plain, **inputs).logits
+
+
+def loss_of(model: Any, length: int = T) -> Tensor:
+    """A loss on a batch of text that reaches every position, differentiable."""
+    tokens = tiny_inputs(length, batch=2)["input_ids"]
+    return with_gradient(model, tokens).log_softmax(-1)[..., 0].mean().neg()
+
+
+def generated(model: Any, tokens: Tensor, count: int = 8, **inputs: Any) -> Tensor:
+    """The most likely new tokens, so many, [B, count]."""
+    inputs = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 1, **inputs}
+    return model.generate(tokens, do_sample=False, max_new_tokens=count, min_new_tokens=count, **inputs)[:, -count:]
 
 
 def tables_of(model: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 
 from tests import sweep
 from tests.architectures import ARCHITECTURES, Architecture, tiny_inputs, tiny_model
-from tests.encodings import bias_builders, encodings, rotary_modules, with_bias_times
+from tests.position_encodings import bias_builders, encodings, rotary_modules, with_bias_times
 from tests.shrink import sections, shrunken
 
 foreign_advice = pytest.mark.transformers_logs("a default configuration of an encoder is built with a causal head")

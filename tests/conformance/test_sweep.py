@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from recipes.coverage import DOCUMENT, Coverage, render, run
+from recipes.coverage import DOCUMENT, REASONS, Coverage, render, run
 
 SHARE = 0.95
 SMALLEST_SWEEPS = {"rotary": 260, "others": 125}
@@ -49,6 +49,10 @@ def test_every_model_comes_back_bit_for_bit(coverage: Coverage) -> None:
     findings = [each for part in coverage.parts for each in part.findings]
     restored = [problem for each in findings for problem in each.problems if problem.startswith("not restored")]
     assert restored == []
+
+
+def test_every_reason_is_that_of_a_failure(coverage: Coverage) -> None:
+    assert set(REASONS) == {each.model_class for part in coverage.parts for each in part.failing}
 
 
 def test_document_is_what_the_sweep_gives(coverage: Coverage) -> None:

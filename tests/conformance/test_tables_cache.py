@@ -14,6 +14,7 @@ from tests.tables import (
     FAMILIES,
     N,
     T,
+    generated,
     make,
     named,
     padded,
@@ -74,12 +75,6 @@ def test_one_token_more_than_2_n_over_a_cache_is_refused_with_the_number(row: st
 def test_generation_across_n_is_the_same_with_and_without_a_cache(row: str, kind: str) -> None:
     model, tokens = shared_model(row, kind), text(28, 2)
     assert torch.equal(generated(model, tokens), generated(model, tokens, use_cache=False))
-
-
-def generated(model: Any, tokens: Tensor, count: int = 8, **inputs: Any) -> Tensor:
-    """The most likely new tokens, so many, [B, count]."""
-    inputs = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 1, **inputs}
-    return model.generate(tokens, do_sample=False, max_new_tokens=count, min_new_tokens=count, **inputs)[:, -count:]
 
 
 @pytest.mark.transformers_logs("transformers says that generation goes beyond the length in the config")

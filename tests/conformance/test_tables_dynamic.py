@@ -15,6 +15,8 @@ from tests.tables import (
     FAMILIES,
     N,
     T,
+    generated,
+    loss_of,
     make,
     padded,
     patch,
@@ -23,7 +25,6 @@ from tests.tables import (
     shared_model,
     shared_unpatched,
     tables_of,
-    with_gradient,
 )
 
 KIND = "pi_dynamic"
@@ -129,13 +130,6 @@ def test_a_frozen_generation_is_that_of_one_table(row: str, prompt: int, new: in
     assert torch.equal(generated(model, text(prompt, 2), new), generated(like, text(prompt, 2), new))
 
 
-def generated(model: Any, tokens: Tensor, count: int, **inputs: Any) -> Tensor:
-    """The most likely new tokens, so many, [B, count]."""
-    inputs = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 1, **inputs}
-    found = model.generate(tokens, do_sample=False, max_new_tokens=count, min_new_tokens=count, **inputs)
-    return found[:, -count:]
-
-
 def test_each_row_of_a_frozen_generation_has_its_own_table() -> None:
     """20 and 40 tokens, padded on the left: the first stays within N, the second does not."""
     model = patched_model("opt", KIND, scale="frozen")
@@ -228,11 +222,6 @@ def test_both_tables_come_back_from_disk(row: str, trained: bool, tmp_path: Path
     assert torch.equal(read(loaded, text(LONG, 2)), expected)
     assert torch.equal(read(loaded, text(N, 2)), read(model, text(N, 2)))
     assert torch.equal(read(unpatch_model(loaded), text(N, 2)), before)
-
-
-def loss_of(model: Any) -> Tensor:
-    """A loss on a batch of long text, differentiable."""
-    return with_gradient(model, text(LONG, 2)).log_softmax(-1)[..., 0].mean().neg()
 
 
 def with_weights_of(model: Any, row: str) -> Any:

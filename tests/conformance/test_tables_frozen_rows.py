@@ -12,7 +12,7 @@ from hf_posext import load_pretrained, patch_model, suspended, unpatch_model
 from tests.copies import through_pickle
 from tests.dynamic import text
 from tests.snapshots import differences, snapshot
-from tests.tables import FAMILIES, N, T, make, patched_model, read, tables_of, with_gradient
+from tests.tables import FAMILIES, N, T, loss_of, make, patched_model, read, tables_of
 
 CASES = [
     pytest.param("gpt2", "tile", {}, id="gpt2-tile"),
@@ -38,11 +38,6 @@ def old_rows(method: str, options: dict[str, Any]) -> list[int]:
     if method != "pi":
         return list(range(N))
     return [0, T - 1] if options.get("align") == "corners" else list(range(0, T, 2))
-
-
-def loss_of(model: Any, length: int = T) -> Tensor:
-    """A loss on a batch of text, differentiable."""
-    return with_gradient(model, text(length, 2)).log_softmax(-1)[..., 0].mean().neg()
 
 
 def train(model: Any, optimizer: str = "adamw", steps: int = 2) -> Any:

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_posext
 from hf_posext.methods import REGISTRY
 from tests.architectures import tiny_config, tiny_inputs, tiny_model
-from tests.methods import IN_ATTENTION
+from tests.methods import IN_ATTENTION, ON_TABLES
 
 N = 32
 ONES, RAMP = [1.0] * 8, [1.0 + channel / 2 for channel in range(8)]
@@ -171,7 +171,7 @@ def test_report_029_positions_with_a_gap_are_honoured_from_the_cache_too(dynamic
     ("row", "method"), [("gpt_neox", "yarn"), ("gpt_neox", "longrope"), *(("llama", method) for method in METHODS)]
 )
 def test_report_043_factor_1_changes_no_bit_and_short_text_never_pays(row: str, method: str) -> None:
-    assert {*METHODS, *IN_ATTENTION} == set(REGISTRY)
+    assert {*METHODS, *IN_ATTENTION, *ON_TABLES} == set(REGISTRY)
     options = dict(METHODS[method])
     if row == "gpt_neox" and method == "longrope":
         options = {"short_factor": ONES[:2], "long_factor": RAMP[:2]}

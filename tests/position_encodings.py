@@ -23,7 +23,7 @@ ROTARY, LEARNED, SINUSOIDAL, ALIBI, RELATIVE_BIAS = "rotary", "learned", "sinuso
 TABLES = (LEARNED, SINUSOIDAL)
 FEWEST_DISTANCES = 4
 SPEAKING = {
-    RELATIVE_BIAS: r"rel(ative)?_shift|_relative_(shift|gather)|relative_position",
+    RELATIVE_BIAS: r"rel_shift|relative_shift|relative_position",
     SINUSOIDAL: r"class \w*Sinusoidal",
     LEARNED: r"class \w*Position\w*Embedding",
 }
