@@ -58,9 +58,9 @@ def test_it_copies_inside_its_window(name):
 def test_gpt_neox_is_broken_past_its_window_and_mended_by_yarn():
     demo = load_demo("gpt_neox")
     inside = tail_perplexity(demo, 256)
-    assert tail_perplexity(demo, 1024) > 2 * inside
+    assert tail_perplexity(demo, 1024) > 1.3 * inside
     with hf_posext.patched(demo[0], "yarn", 4):
-        assert tail_perplexity(demo, 1024) < 1.5 * inside
+        assert tail_perplexity(demo, 1024) < 1.1 * inside
 
 
 def test_longer_tables_of_bert_are_better_than_rows_drawn_at_random():

@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_posext import patch_model
 from tests.dynamic import CACHES, assert_close, cache_name, in_pieces, pieces, positions, steps, text, whole
+from tests.special_models import build
 from tests.tables import (
     EVERY_PAIR,
     FAMILIES,
@@ -42,6 +43,15 @@ def test_a_prompt_and_single_tokens_are_one_pass(row: str, kind: str) -> None:
 def test_pieces_of_any_size_with_any_cache_are_one_pass(row: str, kind: str, cache: str) -> None:
     model, tokens = shared_model(row, kind), text(T, 2)
     assert_close(in_pieces(model, tokens, pieces(T, 7), CACHES[cache](model, T)), whole(model, tokens))
+
+
+@pytest.mark.parametrize("kind", ["tile", "pi"])
+@pytest.mark.parametrize("row", ["bert", "roberta"])
+def test_an_encoder_that_is_used_as_a_decoder_decodes_too(row: str, kind: str) -> None:
+    family, tokens = FAMILIES[row], text(T, 2)
+    model = build("AutoModelForCausalLM", family.model_type, {**family.settings, "is_decoder": True})
+    patch(model, kind)
+    assert_close(in_pieces(model, tokens, steps(20, T), DynamicCache()), whole(model, tokens))
 
 
 @pytest.mark.parametrize(("row", "kind"), named(PAIRS))
