@@ -175,7 +175,7 @@ def test_option_of_a_method_without_any_is_refused_as_such() -> None:
 
 def test_option_for_another_mechanism_is_refused_with_those_that_take_it() -> None:
     get_method("pi").check_options({"mode": "cubic"}, ["learned"])
-    with pytest.raises(TypeError, match="`mode` of `pi` has a meaning for `learned` positions only.*has `rotary`"):
+    with pytest.raises(TypeError, match=r"`mode` of `pi` has a meaning for `learned` positions only.*has `rotary`"):
         get_method("pi").check_options({"mode": "cubic"}, ["rotary"])
 
 
