@@ -10,7 +10,8 @@ from hf_posext.contract import DistanceChange, GridTable, Host, PositionTable, R
 from hf_posext.mechanisms import _rows, alibi, grid, learned, relative_bias, rotary, rotary_table, sinusoidal
 from hf_posext.mechanisms._columns import shrink_columns
 from hf_posext.mechanisms._held import holder_of
-from hf_posext.mechanisms._rows import OLD_ROWS, size_fields
+from hf_posext.mechanisms._rows import size_fields
+from hf_posext.mechanisms._rows_holder import OLD_ROWS
 from hf_posext.mechanisms._scope import find_root, root_model, scoped_modules
 
 __all__ = [

@@ -14,6 +14,7 @@ from hf_posext.functional import sinusoidal_table
 from hf_posext.mechanisms import _rows
 from hf_posext.mechanisms._held import holder_of
 from hf_posext.mechanisms._rows import restore
+from hf_posext.mechanisms._rows_holder import RowsHolder
 from hf_posext.mechanisms._scope import Scoped
 
 __all__ = ["MECHANISM", "find", "formula_of", "read", "reserved_rows", "restore", "silence"]
@@ -32,7 +33,7 @@ def find(scoped: Scoped) -> list[Site]:
     """A table as wide as the hidden states whose rows are sines and cosines: an embedding's weight, or a buffer."""
     module = scoped.module
     holder = holder_of(module)
-    if isinstance(holder, _rows.RowsHolder) and holder.mechanism == MECHANISM:  # its rows may be other ones by now
+    if isinstance(holder, RowsHolder) and holder.mechanism == MECHANISM:  # its rows may be other ones by now
         return [Site(MECHANISM, scoped.name, module, scoped.config, "", holder.field)]
     tables = dict(module.named_buffers(recurse=False))
     if isinstance(module, nn.Embedding):
