@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_posext import functional
     from hf_posext.errors import NoSiteError, PatchError
     from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
     from hf_posext.evaluation.pseudo_perplexity import PseudoPerplexityReport, pseudo_perplexity
@@ -49,6 +50,7 @@ __all__ = [
     "PseudoPerplexityReport",
     "export_config",
     "fixed_length",
+    "functional",
     "inspect_model",
     "list_methods",
     "load_pretrained",
@@ -67,6 +69,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("hf_posext")
+    if name == "functional":
+        return import_module("hf_posext.functional")
     if name in _WHERE:
         return getattr(import_module(f"hf_posext.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'hf_posext' has no attribute {name!r}")
