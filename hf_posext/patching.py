@@ -97,6 +97,8 @@ def is_final(model: nn.Module, record: PatchRecord) -> bool:
 def unpatch_model(model: Model) -> Model:
     """Takes all patches off: logits, config, classes, buffers and state-dict keys are as before, bit for bit.
 
+    What was trained of a patch (new rows of a table, slopes, biases) goes with it: save the model first.
+
     Returns:
         The same model; one that is not patched is returned as it is.
     """

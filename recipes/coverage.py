@@ -49,8 +49,8 @@ INTRODUCTION = """\
 Written by `python -m recipes.coverage`; do not edit. Every architecture of `CONFIG_MAPPING` that is told positions by
 a mechanism of the field is built as a tiny random model in float32 (`tests/shrink.py`) and asked two things. A
 composite stands for itself, vision or audio tower included, where its whole runs on text alone; else for its text
-part, whose class is then the one named. What encodes positions is seen in a forward (`tests/encodings.py`), not asked
-of the package: what was seen and not found is a failure."""
+part, whose class is then the one named. What encodes positions is seen in a forward (`tests/position_encodings.py`),
+not asked of the package: what was seen and not found is a failure."""
 ROTARY_PART = f"""\
 - After `patch_model(model, "pi", factor=2, layers="all")`, what the model says to tokens at positions 2p is what the
   unpatched one says to them at p, within 1e-5 of the largest value. Positions are given as `position_ids`, or by a

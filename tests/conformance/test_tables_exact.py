@@ -155,7 +155,7 @@ def test_sinusoids_have_the_size_of_the_table(row: str) -> None:
         torch.testing.assert_close(table, expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "heads"), [(63, 3), (65, 5)])
+@pytest.mark.parametrize(("width", "heads"), [(63, 3), (5, 1)])
 def test_sinusoids_of_odd_width(width: int, heads: int) -> None:
     model = known("bert", hidden_size=width, num_attention_heads=heads)
     (table,) = tables_of(patch_model(model, "sinusoidal", 2))

@@ -202,6 +202,8 @@ def test_lengths_of_config_and_report_are_those_of_the_table(row: str, kind: str
     stated, rows = model.config.max_position_embeddings, {len(table) for table in tables_of(model)}
     assert stated == shared_unpatched(row).config.max_position_embeddings + N
     assert rows == {T + family.reserved}
+    tables = [model.get_submodule(path) for path in family.tables]
+    assert {getattr(table, "num_embeddings", *rows) for table in tables} == rows  # adapters on embeddings ask for it
     assert (record_of(model).trained_length, record_of(model).target_length) == (N, T)
     report = inspect_model(model)
     assert [site.mechanism for site in report.sites][: len(family.tables)] == [family.mechanism] * len(family.tables)

@@ -120,6 +120,8 @@ def test_weight_initialisation_leaves_the_table(row: str, kind: str) -> None:
     model = patched_model(row, kind)
     before = tables_of(model)
     model.init_weights()
+    for module in model.modules():
+        model._init_weights(module)
     for found, expected in zip(tables_of(model), before, strict=True):
         assert torch.equal(found, expected)
 
