@@ -34,6 +34,10 @@ TWICE, ROWS = (
 )
 REASONS: Mapping[str, str] = {
     "BltForCausalLM": "its global layers count patches of bytes, not tokens",
+    **dict.fromkeys(
+        ("FastSpeech2ConformerModel", "FunnelForMaskedLM"),
+        "relative attention as in Transformer-XL, computed within a longer forward: no function of distances to change",
+    ),
     "IBertForMaskedLM": "its table is quantised",
     **dict.fromkeys(
         ("MistralLarge4ForConditionalGeneration", "MistralLarge4TextModel"),

@@ -37,11 +37,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Other encodings of an architecture than its default: a name -> the architecture and the fields that say so."""
 INTERPOLATES = "interpolates its table to the length of each text: no position has a row, and no length is too long"
-TRANSFORMER_XL = "relative attention of Transformer-XL, computed within its forward: no table, no slopes, no buckets"
 LEFT_OUT = {
     "vits": "speaks: random weights give minutes of sound to a few tokens",
-    "funnel": TRANSFORMER_XL,
-    "fastspeech2_conformer": TRANSFORMER_XL,
     "sam3_lite_text": INTERPOLATES,
     "sam3_lite_text_text_model": INTERPOLATES,
 }
