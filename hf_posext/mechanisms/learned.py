@@ -11,6 +11,7 @@ from hf_posext.mechanisms import _rows
 from hf_posext.mechanisms._held import holder_of
 from hf_posext.mechanisms._rows import restore, size_fields
 from hf_posext.mechanisms._scope import Scoped
+from hf_posext.mechanisms.rotary_table import is_sin_cos
 from hf_posext.mechanisms.sinusoidal import formula_of
 
 __all__ = ["MECHANISM", "find", "read", "reserved_rows", "restore", "silence"]
@@ -34,9 +35,9 @@ def find(scoped: Scoped) -> list[Site]:
         return [site] if getattr(holder, "mechanism", None) == MECHANISM else []
     widths = {getattr(config, name, None) for name in WIDTHS}
     is_named = "position" in scoped.name.rpartition(".")[2]
-    if not (is_named or module.embedding_dim in widths) or not size_fields(site) or formula_of(module.weight):
+    if not (is_named or module.embedding_dim in widths) or not size_fields(site):
         return []
-    return [site]
+    return [] if formula_of(module.weight) or is_sin_cos(module.weight) else [site]
 
 
 def reserved_rows(site: Site) -> int:
