@@ -11,7 +11,7 @@ from hf_posext.mechanisms import _rows
 from hf_posext.mechanisms._held import holder_of
 from hf_posext.mechanisms._rows import restore, size_fields
 from hf_posext.mechanisms._scope import Scoped
-from hf_posext.mechanisms.rotary_table import is_sin_cos
+from hf_posext.mechanisms.rotary_table import is_narrow, is_sin_cos
 from hf_posext.mechanisms.sinusoidal import formula_of
 
 __all__ = ["MECHANISM", "find", "read", "reserved_rows", "restore", "silence"]
@@ -37,7 +37,8 @@ def find(scoped: Scoped) -> list[Site]:
     is_named = "position" in scoped.name.rpartition(".")[2]
     if not (is_named or module.embedding_dim in widths) or not size_fields(site):
         return []
-    return [] if formula_of(module.weight) or is_sin_cos(module.weight) else [site]
+    rotates = is_narrow(module.weight, config) and is_sin_cos(module.weight)
+    return [] if rotates or formula_of(module.weight) else [site]
 
 
 def reserved_rows(site: Site) -> int:
