@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,15 +34,23 @@ def in_use(owner: PreTrainedModel) -> bool:
 
     Where it does, a rotary module that the model has as well does nothing.
     """
-    homes = [owner, *(sys.modules.get(kind.__module__) for kind in type(owner).__mro__)]
-    builds = any(hasattr(home, name) for home in homes for name in BUILDERS)
-    return builds and bool(getattr(owner.config, "alibi", True))
+    kind: Any = type(owner)
+    return builds(kind) and bool(getattr(owner.config, "alibi", True))
+
+
+@cache
+def builds(model_class: type) -> bool:
+    """Whether a class of models, or the module that defines it, has a builder of the bias."""
+    homes = [model_class, *(sys.modules.get(kind.__module__) for kind in model_class.__mro__)]
+    return any(hasattr(home, name) for home in homes for name in BUILDERS)
 
 
 def find(scoped: Scoped) -> list[Site]:
     """An attention module that takes the bias, in a model that builds one; not what only hands it on to a part."""
+    if not in_use(scoped.owner):
+        return []
     name = parameter_of(scoped.module)
-    if name is None or any(parameter_of(child) for child in scoped.module.children()) or not in_use(scoped.owner):
+    if name is None or any(parameter_of(child) for child in scoped.module.children()):
         return []
     return [Site(MECHANISM, scoped.name, scoped.module, scoped.config, "", name)]
 

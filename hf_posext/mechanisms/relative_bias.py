@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,9 +141,17 @@ class Place:
 
     def is_in(self, module: nn.Module) -> bool:
         """Whether a module has such a function, and what it takes besides."""
-        function = getattr(original_class(module), self.function, None)
-        has = all(getattr(module, name, None) is not None for name in (self.table, self.having) if name)
-        return has and callable(function) and self.distances in inspect.signature(function).parameters
+        kind: Any = original_class(module)
+        if not speaks_of(kind, self.function, self.distances):
+            return False
+        return all(getattr(module, name, None) is not None for name in (self.table, self.having) if name)
+
+
+@cache
+def speaks_of(module_class: type, name: str, parameter: str) -> bool:
+    """Whether a class has a function with a parameter of some name."""
+    function = getattr(module_class, name, None)
+    return callable(function) and parameter in inspect.signature(function).parameters
 
 
 DISTANCE, BIAS = "relative_position", "relative_attention_bias"
