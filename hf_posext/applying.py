@@ -35,7 +35,8 @@ class Trained:
 
 def trained_by(model: nn.Module) -> Trained:
     """What training may have changed of the patch of a model."""
-    return Trained(recovery.live_rows(model), reading.own_parameters(model), recovery.lost_tables(model))
+    lost = [site.module for site in recovery.lost_tables(model)]
+    return Trained(recovery.live_rows(model), reading.own_parameters(model), lost)
 
 
 def apply(model: nn.Module, plan: Plan) -> None:

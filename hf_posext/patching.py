@@ -51,6 +51,7 @@ def patch_model(
         dynamic: the factor follows the length l, s = max(1, l / N) in 8 to 32 steps per doubling up to `factor`: l of
             each token in causal models (its position + 1, padding left out), of each row in encoders. Text of at most
             N tokens is read as by the unpatched model, to the last bit, and decoding with a cache equals one full pass.
+            Tables of rows have one longer table for whatever is beyond N, chosen for each row of a batch.
             `dynamic_ntk`, and `longrope` with two lists, are dynamic by nature.
         scale: with `dynamic`, "live" or "frozen": one scale for a call of `generate`, that of prompt and new tokens.
         layers: "full" leaves the layers with a sliding window alone, "all" stretches both kinds.
@@ -81,7 +82,7 @@ def patch_model(
         reason = "its factor follows the length" if earlier.dynamic else "it is more than other frequencies"
         raise PatchError(f"Nothing can be put on top of {earlier.describe()}: {reason}. Unpatch first.")
     apply(model, plan)
-    if plan.is_active and plan.method.needs_tuning:
+    if plan.is_active and plan.method.needs_tuning and not plan.keeps_short:
         logger.info("A model that was trained with another encoding needs tuning after `%s`.", plan.method.name)
     if tokenizer is not None:
         state_of(model).tokenizers.append((tokenizer, tokenizer.model_max_length))
@@ -144,12 +145,12 @@ def check_not_lost(model: nn.Module) -> None:
     Raises:
         PatchError: with the table.
     """
-    for site in mechanisms.find_sites(model):
-        if getattr(mechanisms.holder_of(site.module), "is_lost", False):
-            raise PatchError(
-                f"The rows that {site} had before the patch are not in the checkpoint that was loaded, so that it "
-                "cannot be taken off. Load the original checkpoint."
-            )
+    lost = recovery.lost_tables(model)
+    if lost:
+        raise PatchError(
+            f"The rows that {lost[0]} had before the patch are not in the checkpoint that was loaded, so that it "
+            "cannot be taken off. Load the original checkpoint."
+        )
 
 
 def ensure_adopted(model: nn.Module) -> None:

@@ -133,15 +133,15 @@ def make_plan(
     root = mechanisms.root_model(model)
     sites = sites_for(model, chosen, layers)
     chosen.check_options(options, {site.mechanism for site in sites} or None)
-    length = check_length("original_max_position_embeddings", given_length) if given_length is not None else None
-    length = length or length_of(model)
+    known = length_of(model)
+    length = known if given_length is None else check_length("original_max_position_embeddings", given_length)
     if length is None:
         raise ValueError(
             f"{type(root.config).__name__} has none of the length fields that are known. "
             "Give `original_max_position_embeddings`, the tokens that the model was trained at."
         )
     scale, target = resolve_factor(factor, target_length, length)
-    growth = growths(model, sites, length, target, scale)
+    growth = growths(sites, known, length, target, scale)
     readings = [read(site, length, growth.get(str(site), 0), given_length is not None) for site in sites]
     changes = [change_of(chosen, site, reading, scale, options) for site, reading in zip(sites, readings, strict=True)]
     window = chosen.change(ATTENTION, Host(length), scale, scale, options) if ATTENTION in chosen.functions else None
@@ -164,7 +164,7 @@ def make_plan(
         changes=changes,
         window=window,
         growth=growth,
-        limit=(length_of(model) or length) + max(growth.values(), default=0),
+        limit=(known or length) + max(growth.values(), default=0),
     )
 
 

@@ -33,10 +33,10 @@ def live_rows(model: nn.Module) -> Rows:
     return [(module, name, rows) for module, name, rows in found if is_trained(module, rows)]
 
 
-def lost_tables(model: nn.Module) -> list[nn.Module]:
-    """The modules of tables whose rows before the patch are not known."""
-    modules = [site.module for site in mechanisms.find_sites(model)]
-    return [module for module in modules if getattr(mechanisms.holder_of(module), "is_lost", False)]
+def lost_tables(model: nn.Module) -> list[Site]:
+    """The tables whose rows before the patch are not known."""
+    sites = mechanisms.find_sites(model)
+    return [site for site in sites if getattr(mechanisms.holder_of(site.module), "is_lost", False)]
 
 
 def is_trained(module: nn.Module, rows: Tensor) -> bool:
@@ -64,9 +64,8 @@ def reset(model: nn.Module, record: PatchRecord, sites: list[Site]) -> tuple[Row
         The rows of weights that were loaded, which may have been trained since, and the modules whose old rows are not
         in the checkpoint: these have got others of the same size.
     """
-    kinds = [
-        (site, record.mechanism_at(str(site))) for site in sites
-    ]  # rows that were moved follow no formula any more
+    # Rows that were moved follow no formula any more, so what they were is for the record to say.
+    kinds = [(site, record.mechanism_at(str(site))) for site in sites]
     mine = [replace(site, mechanism=kind) for site, kind in kinds if kind is not None]
     if any(map(mechanisms.is_grid, mine)):  # a model has no other tables then
         return reset_grids(record, mine)

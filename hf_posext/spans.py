@@ -33,16 +33,16 @@ def is_whole(site: Site) -> bool:
     return any(name in LENGTH_FIELDS for name in mechanisms.size_fields(site))
 
 
-def growths(model: nn.Module, sites: list[Site], length: int, target: int, factor: float) -> dict[str, int]:
+def growths(sites: list[Site], most: int | None, length: int, target: int, factor: float) -> dict[str, int]:
     """Path of each table of rows -> by how many positions it becomes longer.
 
     All that the length fields of the whole model say the size of grow alike; one of another side to its own length
     times the factor.
 
     Args:
-        model: the model.
         sites: those that a method changes.
-        length: N of the model.
+        most: `length_of` the model.
+        length: N, which may be less.
         target: T of the model.
         factor: s.
 
@@ -56,8 +56,7 @@ def growths(model: nn.Module, sites: list[Site], length: int, target: int, facto
             f"got {length}. Leave it out."
         )
     tables = [site for site in sites if mechanisms.has_rows(site)]
-    most = length_of(model) if tables else None
-    if most is None:
+    if not tables or most is None:
         return {}
     if length > most:
         raise ValueError(

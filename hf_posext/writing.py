@@ -67,7 +67,7 @@ def write(model: nn.Module, sites: list[Site], plan: Plan, earlier: PatchRecord 
         mechanisms=[site.mechanism for site in sites],
         native=native_kind,
         note="" if native_kind else note_on(plan),
-        own=[name for name in OWN if any(key.endswith(name) for key in root.state_dict())],
+        own=[name for name in OWN if any(name in {*each._parameters, *each._buffers} for each in root.modules())],
         before=before,
         previous=[{**step.to_dict(), "previous": []} for step in earlier.steps()] if earlier else [],
         version=version("hf_posext"),

@@ -23,7 +23,9 @@ class RowsHolder:
     Which rows a forward looks up is for the module's own code to say: it is run on a table of row numbers.
 
     Attributes:
-        site: what it was found as: mechanism and name of its field.
+        original_class: the class of its module.
+        mechanism: what it was found as.
+        field: name of its parameter or buffer in the module.
         original: the table to go back to.
         attributes: numbers of rows that the module keeps, as they were.
         reserved: rows in front that stand for no position.
@@ -33,7 +35,9 @@ class RowsHolder:
         frozen: [R] bool, rows that training leaves alone; None for none.
         kept: [R, W], what these are.
         is_lost: whether the original is not known, since a checkpoint does not have it.
-        chooses: rows looked up -> [B or 1] bool, which rows of the batch are read with the new table; None for all.
+        chooses: positions looked up -> [B or 1] bool, which texts are read with the new table; None for all.
+        numbers: the module on a table of row numbers, None where it has to be made.
+        version: of the table when the formula was last written into it.
     """
 
     def __init__(self, site: Site, reserved: int) -> None:
