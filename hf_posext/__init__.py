@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posext import functional
-    from hf_posext.errors import NoSiteError, PatchError
+    from hf_posext.errors import NoSiteError, PatchError, TrainingError
     from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
     from hf_posext.evaluation.pseudo_perplexity import PseudoPerplexityReport, pseudo_perplexity
     from hf_posext.freezing import fixed_length, scale_for
@@ -16,16 +16,23 @@ if TYPE_CHECKING:
     from hf_posext.loading import export_config, load_pretrained
     from hf_posext.patching import patch_model, patched, suspended, unpatch_model
     from hf_posext.records import PatchRecord, record_of, write_record
+    from hf_posext.training.config import FinetuneConfig
+    from hf_posext.training.finetune import finetune
+    from hf_posext.training.result import FinetuneResult
 
 # Name -> module that defines it; imported on first use, so that `import hf_posext` costs nothing.
 _WHERE = {
+    "FinetuneConfig": "training.config",
+    "FinetuneResult": "training.result",
     "NoSiteError": "errors",
     "PatchError": "errors",
     "PatchRecord": "records",
     "PerplexityReport": "evaluation.perplexity",
     "PositionReport": "inspection",
     "PseudoPerplexityReport": "evaluation.pseudo_perplexity",
+    "TrainingError": "errors",
     "export_config": "loading",
+    "finetune": "training.finetune",
     "fixed_length": "freezing",
     "inspect_model": "inspection",
     "list_methods": "inspection",
@@ -42,13 +49,17 @@ _WHERE = {
 }
 
 __all__ = [
+    "FinetuneConfig",
+    "FinetuneResult",
     "NoSiteError",
     "PatchError",
     "PatchRecord",
     "PerplexityReport",
     "PositionReport",
     "PseudoPerplexityReport",
+    "TrainingError",
     "export_config",
+    "finetune",
     "fixed_length",
     "functional",
     "inspect_model",

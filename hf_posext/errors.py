@@ -10,6 +10,10 @@ class PatchError(RuntimeError):
     """A model cannot be patched safely; it was left exactly as it was."""
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the last good checkpoint was kept."""
+
+
 class NoSiteError(PatchError, ValueError):
     """The model has no place where the method has a meaning."""
 

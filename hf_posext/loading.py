@@ -18,10 +18,11 @@ from hf_posext.applying import replay
 from hf_posext.arguments import check_choice
 from hf_posext.compat import quiet
 from hf_posext.errors import PatchError, quoted
+from hf_posext.gating import gate_adapter
 from hf_posext.lengths import rope_blocks, text_part
 from hf_posext.mechanisms import root_model
 from hf_posext.patching import ensure_adopted
-from hf_posext.records import CONFIG_FIELD, read_record, record_of
+from hf_posext.records import CONFIG_FIELD, is_for_gated, read_record, record_of
 
 LAYOUTS = ("v4", "v5")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -29,25 +30,38 @@ WHERE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
 def load_pretrained(
-    path: str | os.PathLike[str], auto_class: Any = AutoModelForCausalLM, **from_pretrained_kwargs: Any
+    path: str | os.PathLike[str],
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Loads a saved model with its patch in force, whether or not plain transformers can express it.
 
-    For a folder with a PEFT adapter and its `posext.json`, the base model is loaded, patched and given the adapter.
+    For a folder with a PEFT adapter and its `posext.json`, the base model is loaded, patched and given the adapter,
+    which is gated if it was (`gate_adapter`).
 
     Args:
         path: folder or hub id of a saved model, or folder of a saved adapter.
         auto_class: auto class (or model class) of the model.
+        base: folder or hub id of the base model of an adapter, where `adapter_config.json` does not name it or names
+            another place.
         from_pretrained_kwargs: handed to `from_pretrained` of the base model.
 
     Returns:
         The patched model; a checkpoint without a record loads as it is.
 
     Raises:
-        PatchError: an adapter for another patch than the one that its base has, or a record that does not fit.
+        PatchError: an adapter without a base or for another patch than the one that its base has, or a record that does
+            not fit.
+        ValueError: a base for a folder without an adapter.
     """
     if (Path(path) / ADAPTER_CONFIG).is_file():
-        return load_adapter(Path(path), auto_class, from_pretrained_kwargs)
+        return load_adapter(Path(path), auto_class, base, from_pretrained_kwargs)
+    if base is not None:
+        raise ValueError(
+            f"`base` is for the folder of an adapter, and {str(path)!r} has no {ADAPTER_CONFIG}. Leave it out."
+        )
     where = {name: value for name, value in from_pretrained_kwargs.items() if name in WHERE}
     saved = PreTrainedConfig.get_config_dict(path, **where)[0].get(CONFIG_FIELD) or {}
     with quiet() if saved.get("own") else nullcontext():  # transformers skips what it does not know
@@ -86,25 +100,30 @@ def load_own_parameters(model: nn.Module, path: str | os.PathLike[str], where: d
         raise PatchError(f"The checkpoint has no {quoted(missing)}, which its patch says that it has.")
 
 
-def load_adapter(path: Path, auto_class: Any, from_pretrained_kwargs: dict[str, Any]) -> nn.Module:
-    """Base, patch and adapter, in this order.
+def load_adapter(
+    path: Path, auto_class: Any, base: str | os.PathLike[str] | None, from_pretrained_kwargs: dict[str, Any]
+) -> nn.Module:
+    """Base, patch, adapter and gate, in this order.
 
     Raises:
-        PatchError: the base is already patched, otherwise than the adapter was trained for.
+        PatchError: the base is not known, or is already patched otherwise than the adapter was trained for.
     """
     from peft import PeftModel
 
-    base_path = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    base = load_pretrained(base_path, auto_class, **from_pretrained_kwargs)
-    wanted, present = read_record(path), record_of(base)
+    named = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not (base or named):
+        raise PatchError(f"{str(path / ADAPTER_CONFIG)!r} names no base model. Say where it is: give `base`.")
+    model = load_pretrained(base or named, auto_class, **from_pretrained_kwargs)
+    wanted, present = read_record(path), record_of(model)
     if present is not None and wanted is not None and not is_same_patch(present.to_dict(), wanted.to_dict()):
         raise PatchError(
             f"The adapter was trained with {wanted.describe()}, but its base model has {present.describe()}. "
             "Load the adapter on the base that it was trained on."
         )
     if wanted is not None and present is None:
-        replay(base, wanted)
-    return PeftModel.from_pretrained(base, path)
+        replay(model, wanted)
+    adapted = PeftModel.from_pretrained(model, path)
+    return gate_adapter(adapted) if is_for_gated(path) else adapted
 
 
 def is_same_patch(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -16,7 +16,11 @@ from hf_posext.reports import write_atomically
 
 SCHEMA = 1
 FILE_NAME = "posext.json"
+OWN_WEIGHTS = "posext.safetensors"
 CONFIG_FIELD = "posext"
+ONLY_BEYOND = "only_beyond_trained_length"
+GATED = "_posext_gated"
+"""Name in the `__dict__` of a layer of PEFT that acts on tokens beyond the trained length alone."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +132,18 @@ def record_of(model: nn.Module) -> PatchRecord | None:
 def write_record(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """Writes `posext.json` into a folder, such as that of a saved adapter, whose own files know nothing of positions.
 
+    It also says whether the adapter is gated, so that it acts beyond the trained length alone.
+
     Raises:
         PatchError: the model is not patched.
     """
     record = record_of(model)
     if record is None:
         raise PatchError("The model is not patched, so there is no record to write. Call `patch_model` first.")
+    gated = {ONLY_BEYOND: True} if is_gated(model) else {}
     path = Path(directory) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(record.to_dict(), indent=2) + "\n")
+    write_atomically(path, json.dumps({**record.to_dict(), **gated}, indent=2) + "\n")
     return path
 
 
@@ -144,3 +151,14 @@ def read_record(directory: str | os.PathLike[str]) -> PatchRecord | None:
     """The record in a folder's `posext.json`, None without the file."""
     path = Path(directory) / FILE_NAME
     return PatchRecord.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def is_gated(model: nn.Module) -> bool:
+    """Whether an adapter of a model acts beyond the trained length alone."""
+    return any(GATED in vars(module) for module in model.modules())
+
+
+def is_for_gated(directory: str | os.PathLike[str]) -> bool:
+    """Whether a folder's `posext.json` says so of the adapter beside it."""
+    path = Path(directory) / FILE_NAME
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get(ONLY_BEYOND))

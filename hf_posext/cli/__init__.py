@@ -10,16 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posext.cli import demo, evaluate, inspect, methods, patch
-from hf_posext.errors import PatchError
+from hf_posext.cli import demo, evaluate, finetune, inspect, methods, patch
+from hf_posext.errors import PatchError, TrainingError
 
 BAD_INPUT = 2  # exit code, as for usage errors
+FAILED = 1  # of a run that cannot go on
 INTERRUPTED = 130
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # of click, which newer typer carries inside
 
 app = typer.Typer(
     name="posext",
-    help="Longer contexts for transformers models: inspect, patch, evaluate.",
+    help="Longer contexts for transformers models: inspect, patch, tune, evaluate.",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -28,6 +29,7 @@ app.command("inspect")(inspect.run)
 app.command("methods")(methods.run)
 app.command("patch")(patch.run)
 app.command("eval")(evaluate.run)
+app.command("finetune")(finetune.run)
 
 
 def show_version(asked: bool) -> None:
@@ -43,7 +45,7 @@ def root(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Longer contexts for transformers models: inspect, patch, evaluate."""
+    """Longer contexts for transformers models: inspect, patch, tune, evaluate."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the name of the program; those of the process if None.
 
     Returns:
-        The exit code: 0, or 2 for bad input.
+        The exit code: 0, 2 for bad input, 1 for a run that cannot go on.
     """
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = [registered.name for registered in app.registered_commands]
@@ -68,6 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, TypeError, PatchError, OSError) as error:
         logging.getLogger(__name__).debug("bad input", exc_info=error)
         return refuse(str(error), command)
+    except TrainingError as error:
+        return refuse(str(error), command, code=FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
 
@@ -81,9 +85,9 @@ def usage_message(error: Any, arguments: list[str]) -> str:
     return f"{message}, got {values[-1]!r}." if values else message
 
 
-def refuse(message: str, command: str) -> int:
+def refuse(message: str, command: str, *, code: int = BAD_INPUT) -> int:
     """Writes one line with an error and where to read on; returns the exit code."""
     sentence = " ".join(message.split())
     stop = "" if sentence.endswith((".", "?", "!")) else "."
     typer.echo(f"error: {sentence}{stop} Hint: see `{command} --help`.", err=True)
-    return BAD_INPUT
+    return code

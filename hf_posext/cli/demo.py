@@ -1,4 +1,4 @@
-"""`posext demo`: the whole story on an embedded model, offline: inspect, patch, measure, read the numbers."""
+"""`posext demo`: the whole story on an embedded model, offline: inspect, patch, measure, tune, read the numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from hf_posext.cli import demo_encoder
+from hf_posext.cli import demo_encoder, demo_tuning
 from hf_posext.cli._terminal import DEMO, JsonOption, quiet, show, show_json, write_report
 from hf_posext.cli.words import verdict
 
@@ -48,14 +48,14 @@ class Scope:
         targets: tokens scored at each.
     """
 
-    factors: tuple[int, ...] = (1, 2, 4, 8, 16)
+    factors: tuple[int, ...] = (1, 2, 4, 8)
     ablated: tuple[int, ...] = (1, 4)
     documents: int | None = None
-    endpoints: int = 2
+    endpoints: int = 1
     targets: int = 128
 
 
-QUICK = Scope(factors=(1, 2, 4), documents=8, endpoints=1)
+QUICK = Scope(factors=(1, 2, 4), documents=8)
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Story:
 
 def run(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer books and targets.")
+        bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer books, and no tuning.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for report.json and plot.png.")] = Path("posext_demo"),
+    out: Annotated[Path, typer.Option(help="Folder for report.json, plot.png and what was tuned.")] = Path("posext_demo"),
     model: Annotated[str, typer.Option(help="Name of an embedded model: llama, gpt_neox or bert.")] = "llama",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
     as_json: JsonOption = False,
@@ -101,14 +101,18 @@ def run(
         positions = inspect_model(network)
         if not as_json:
             show(positions, "")
-        tell = tell_encoder if is_masked_lm(network) else tell_decoder
+        is_encoder = is_masked_lm(network)
+        tell = tell_encoder if is_encoder else tell_decoder
         report, told = tell(network, tokenizer, documents, quick)
         data = report.to_dict() | {"inspect": positions.to_dict()} | told
+        tuned = None if quick or is_encoder else demo_tuning.tune(network, tokenizer, documents, out / "tuned")
+        if tuned is not None:
+            data |= {"tuned": tuned.to_dict(), "reading": [*data["reading"], *demo_tuning.read(tuned)]}
         files = write_report(report, data, out)
     if as_json:
         show_json(data | {"files": [str(path) for path in files]})
     else:
-        show(report, "", *(Text(f"- {sentence}") for sentence in data["reading"]), "")
+        show(report, "", *((tuned, "") if tuned is not None else ()), *(Text(f"- {sentence}") for sentence in data["reading"]), "")
         show(*(f"saved {path}" for path in files))
     typer.echo(f"took {time.perf_counter() - started:.1f} s", err=True)
 

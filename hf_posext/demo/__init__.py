@@ -1,4 +1,4 @@
-"""The embedded tiny models and the held-out books that none of them was trained on: everything runs offline at once."""
+"""The embedded tiny models, books of their training text, and held-out books that none of them was trained on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 HELD_OUT = HERE / "text" / "held_out.jsonl.gz"
+TRAINING = HERE / "text" / "training.jsonl.gz"
 
 
 def demo_names() -> list[str]:
@@ -35,7 +36,17 @@ def demo_path(name: str = "llama") -> Path:
 
 def held_out_documents() -> list[str]:
     """The text of each held-out book, in the order of the file."""
-    with gzip.open(HELD_OUT, "rt", encoding="utf-8") as lines:
+    return read_books(HELD_OUT)
+
+
+def training_documents() -> list[str]:
+    """The text of eight of the books that the models were pre-trained on, to tune them with."""
+    return read_books(TRAINING)
+
+
+def read_books(path: Path) -> list[str]:
+    """The text of each book in a file, in its order."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_posext.evaluation.windows import endpoints
 
 NEEDS_MASK = (
-    "Pseudo-perplexity needs a tokenizer with a mask token, {what}. Give the tokenizer of this model, which must be a "
+    "A masked LM needs a tokenizer with a mask token, {what}. Give the tokenizer of this model, which must be a "
     "masked LM."
 )
 FINE = 2.0**-53  # of the 64 bits of a hash the upper 53 make a float in [0, 1)

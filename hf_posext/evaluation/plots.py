@@ -33,14 +33,18 @@ def plot_perplexity(report: PerplexityReport) -> Figure:
     """Perplexity against context length: one line per arm with its 95 % band, bars broken, N as a vertical line."""
     from matplotlib.figure import Figure
 
-    many = _is_crowded(report)
-    figure = Figure(figsize=(7.2, 5.4 if many else 4.2), layout="constrained")
-    axes = figure.subplots()
-    _draw_arms(axes, report, report.rows, many)
-    what = f"of the {report.targets_text}" if report.protocol["targets"] else f"({report.targets_text})"
-    _label_axes(axes, report, f"perplexity {what}")
+    figure = Figure(figsize=(7.2, 5.4 if _is_crowded(report) else 4.2), layout="constrained")
+    draw_perplexity(figure.subplots(), report)
     figure.legend(loc="outside right upper", frameon=False, title="arm")
     return figure
+
+
+def draw_perplexity(axes: Axes, report: PerplexityReport) -> None:
+    """Perplexity against context length on axes that are there."""
+    rows = [row for row in report.rows if row.get("positions", ALL) == ALL]
+    _draw_arms(axes, report, rows, _is_crowded(report))
+    what = f"of the {report.targets_text}" if report.protocol["targets"] else f"({report.targets_text})"
+    _label_axes(axes, report, f"perplexity {what}")
 
 
 def plot_pseudo_perplexity(report: PseudoPerplexityReport) -> Figure:

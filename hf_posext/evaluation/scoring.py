@@ -9,8 +9,7 @@ caps, logit scales and biases of the head are all kept.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,9 +26,9 @@ from hf_posext.evaluation.forwards import (
     is_encoder_decoder,
     is_headless,
     logits_of,
-    probe_ids,
     sees_ahead,
 )
+from hf_posext.evaluation.heads import find_backbone, rows_of, run_backbone, run_head
 from hf_posext.evaluation.windows import Pass
 
 NOT_CAUSAL = "Perplexity needs a causal LM head, where a token is predicted from those before it; {what}. {hint}"
@@ -107,99 +106,29 @@ def check_causal(model: nn.Module) -> None:
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=MASKED))
 
 
-def find_backbone(network: nn.Module) -> nn.Module | None:
-    """The module between the token ids and the head, if the head can be run on single rows of its output; else None.
-
-    A candidate counts only if it proves itself: its output rows, given to the model's own head in reverse order, must
-    give the logits of the direct pass in reverse order.
-    """
-    ids = torch.stack(probe_ids(network))
-    direct = logits_of(network, ids)
-    rows = torch.tensor([1, 0])
-    for candidate in _candidates(network):
-        with _reader(network, candidate, ids[None], rows) as read:
-            swapped = read(slice(2))
-        if swapped.shape == direct.shape and (swapped - direct[rows]).abs().max() <= 0.01 * direct.abs().max():
-            return candidate
-    return None
-
-
-def _candidates(network: Any) -> list[nn.Module]:
-    """Modules that may be the backbone: the base model, and the decoder inside it, which OPT and BART call directly."""
-    base = getattr(network, "base_model", network)
-    decoder = network.get_decoder() if hasattr(network, "get_decoder") else None
-    return [module for module in (base, decoder) if module is not None and module is not network]
-
-
 def _score_batch(network: nn.Module, backbone: nn.Module | None, batch: list[Pass], chunk: int) -> list[Tensor]:
     """NLL of windows of one length, fp32 [targets] each."""
     ids = torch.stack([window.fed for window in batch])  # [B, L]
     rows = torch.cat([window.rows + row * ids.shape[1] for row, window in enumerate(batch)])
     targets = torch.cat([window.targets for window in batch])
     pieces = []
-    with _reader(network, backbone, ids, rows) as read:
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            logits = read(part).float()  # [<= chunk, V]; the loss of bf16 logits would itself be rounded to bf16
-            pieces.append(nn.functional.cross_entropy(logits, targets[part].to(logits.device), reduction="none").cpu())
+    read = _reader(network, backbone, ids, rows)
+    for start in range(0, len(rows), chunk):
+        part = slice(start, start + chunk)
+        logits = read(part).float()  # [<= chunk, V]; the loss of bf16 logits would itself be rounded to bf16
+        pieces.append(nn.functional.cross_entropy(logits, targets[part].to(logits.device), reduction="none").cpu())
     return list(torch.cat(pieces).split([len(window.targets) for window in batch]))
 
 
-@contextmanager
-def _reader(
-    network: nn.Module, backbone: nn.Module | None, ids: Tensor, rows: Tensor
-) -> Iterator[Callable[[slice], Tensor]]:
-    """Gives a function from a slice of `rows` (indices into the flattened batch) to its logits [rows, V].
-
-    The backbone runs once, in the first call. A model whose forward never calls it gives no rows.
-    """
+def _reader(network: nn.Module, backbone: nn.Module | None, ids: Tensor, rows: Tensor) -> Callable[[slice], Tensor]:
+    """A function from a slice of `rows` (indices into the flattened batch) to its logits [rows, V]."""
     if backbone is None:
         logits = logits_of(network, ids)
         logits = logits[rows.to(logits.device)]
-        yield lambda part: logits[part]
-        return
-    own_forward = backbone.forward
-    kept: Any = None
-    wanted = slice(0)
-
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        nonlocal kept
-        if kept is None:
-            outputs = own_forward(*args, **kwargs)
-            hidden = outputs[0].flatten(0, 1)  # [B * L, hidden]
-            kept = _with_hidden(outputs, hidden[rows.to(hidden.device)])
-        return _with_hidden(kept, kept[0][None, wanted])  # [1, rows of the slice, hidden]
-
-    def read(part: slice) -> Tensor:
-        nonlocal wanted
-        wanted = part
-        logits = logits_of(network, ids)
-        return logits if kept is not None else logits[:0]
-
-    with _replaced_forward(backbone, replay):
-        yield read
-
-
-def _with_hidden(outputs: Any, hidden: Tensor) -> Any:
-    """A copy of a backbone's output whose first entry, the last hidden state, is another one."""
-    if isinstance(outputs, tuple):
-        return (hidden, *outputs[1:])
-    entries = dict(outputs)
-    return type(outputs)(**{**entries, next(iter(entries)): hidden})
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another `forward` on this instance, for as long as the block runs."""
-    before = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = before
+        return lambda part: logits[part]
+    outputs, _ = run_backbone(backbone, lambda: logits_of(network, ids))
+    hidden = rows_of(outputs, rows)
+    return lambda part: run_head(backbone, outputs, hidden[part], lambda: logits_of(network, ids))
 
 
 def _batches(windows: Sequence[Pass], batch_size: int) -> list[list[int]]:

@@ -1,0 +1,56 @@
+"""A bar on stderr with the loss beside it, or log lines where nobody watches."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressLine(TrainerCallback):
+    """Shows how far a run is.
+
+    Args:
+        is_shown: whether there is a bar; None shows it where stderr is a terminal.
+    """
+
+    def __init__(self, is_shown: bool | None) -> None:
+        console = Console(stderr=True)
+        shown = console.is_terminal if is_shown is None else is_shown
+        columns = (TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True)
+        self.task: TaskID | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins where the run begins, which is not at 0 where it goes on."""
+        if state.is_world_process_zero:
+            self.bar.start()
+            self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step, numbers="")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One step more."""
+        if self.task is not None:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """The newest numbers."""
+        if self.task is None or not logs or "train_runtime" in logs:
+            return
+        numbers = "  ".join(f"{name} {logs[name]:.4g}" for name in logs if name == "loss" or name.startswith("eval_"))
+        if numbers:
+            self.bar.update(self.task, numbers=numbers)
+            logger.info("step %d of %d: %s", state.global_step, state.max_steps, numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Takes the bar away."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes the bar away, also after an error."""
+        self.bar.stop()
+        self.task = None

@@ -1,0 +1,166 @@
+"""transformers' Trainer, told what it cannot know: that the loss is weighted by tokens, and when a run cannot go on."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_posext.errors import TrainingError
+from hf_posext.training.adapters import count_trainable
+from hf_posext.training.checkpoints import newest_checkpoint, write_patch
+from hf_posext.training.config import FinetuneConfig
+from hf_posext.training.data import Rows
+from hf_posext.training.measuring import Meter
+
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 1,
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 20,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.95,
+    "max_steps": 200,
+    "logging_steps": 10,
+    "save_steps": 100,
+    "save_total_limit": 2,
+    "report_to": "none",
+    "include_num_input_tokens_seen": "all",
+}
+FIXED: dict[str, Any] = {
+    "prediction_loss_only": True,
+    "remove_unused_columns": False,
+    "logging_nan_inf_filter": False,
+    "disable_tqdm": True,
+    "average_tokens_across_devices": True,
+    "label_smoothing_factor": 0.0,
+}
+"""What a run relies on; a config that says otherwise is refused."""
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the newer word first
+
+
+def training_arguments(config: FinetuneConfig) -> TrainingArguments:
+    """The arguments of the Trainer.
+
+    Raises:
+        ValueError: a key that `TrainingArguments` does not know, or one that a run relies on.
+    """
+    known = {each.name for each in fields(TrainingArguments)}
+    given = dict(config.training)
+    clash = [name for name, value in FIXED.items() if given.get(name, value) != value]
+    if clash:
+        raise ValueError(f"`training.{clash[0]}` must be {FIXED[clash[0]]!r} here, got {given[clash[0]]!r}. Leave it out.")
+    word = next(name for name in CHECKPOINTING if name in known)
+    given = {name.replace(CHECKPOINTING[1], word): value for name, value in given.items()}
+    reentrant = given.setdefault(f"{word}_kwargs", {"use_reentrant": False})
+    if reentrant.setdefault("use_reentrant", False):
+        raise ValueError("`training` asks for reentrant checkpointing, under which an adapter learns nothing. Leave it out.")
+    if config.evaluation.every is not None:
+        given |= {"eval_strategy": "steps", "eval_steps": config.evaluation.every}
+    given.setdefault("dataloader_pin_memory", torch.accelerator.is_available())  # else it warns
+    if "num_train_epochs" in given:
+        given.setdefault("max_steps", -1)
+    try:
+        return TrainingArguments(output_dir=config.output_dir, **DEFAULTS | given | FIXED)
+    except TypeError as error:
+        raise ValueError(f"`training` is handed to transformers.TrainingArguments, which says: {error}.") from error
+
+
+class PosextTrainer(Trainer):
+    """A Trainer whose model gives its loss itself, the mean over the tokens of a whole step.
+
+    Args:
+        model: the model, which takes `labels` and `num_items_in_batch`.
+        args: its arguments.
+        rows: what it reads.
+        tokenizer: saved with every checkpoint; None for none.
+        meter: measures it meanwhile.
+        callbacks: called by the way.
+
+    Attributes:
+        sizes: numbers that are trained, and all numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        rows: Rows,
+        tokenizer: Any,
+        meter: Meter,
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=rows.dataset,
+            eval_dataset=meter.documents,
+            data_collator=rows.collate,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+        self.meter = meter
+        self.sizes = count_trainable(model)
+        self.model_accepts_loss_kwargs = True
+        for own in (PrinterCallback, ProgressCallback):
+            self.remove_callback(own)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process holds the whole model."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Perplexity of the end of T tokens, in place of a loss over batches."""
+        metrics = {} if self.is_sharded else self.meter.meanwhile(self.accelerator.unwrap_model(self.model))
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One forward and backward.
+
+        Raises:
+            TrainingError: the loss is not finite; the weights are still those of the last step.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                f"The loss is {float(loss)} in step {self.state.global_step + 1}. {self.way_back()} Lower "
+                "`training.learning_rate`, or train in bf16 or fp32 instead of fp16."
+            )
+        return loss
+
+    def way_back(self) -> str:
+        """Which checkpoint is left, in a sentence."""
+        newest = newest_checkpoint(Path(self.args.output_dir))
+        return f"The last good checkpoint is {str(newest)!r}." if newest else "No checkpoint was written before."
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As `Trainer._save`, with the patch beside the weights."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            write_patch(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As `Trainer._save_checkpoint`; a checkpoint that cannot be written does not stay.
+
+        Raises:
+            TrainingError: with the reason, such as a full disk.
+        """
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save and safetensors have their own for a full disk
+            folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise TrainingError(
+                f"{str(folder)!r} cannot be written: {reason}. {self.way_back()} Make room, and start the run again."
+            ) from error

@@ -1,0 +1,63 @@
+"""Tiny models and texts that a run of a few steps is done with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from hf_posext import FinetuneConfig
+
+N, T, VOCABULARY = 16, 64, 61
+TRAINING = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 6,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "use_cpu": True,
+    "seed": 3,
+}
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """A random decoder trained for N tokens, if it were."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    options = {"vocab_size": VOCABULARY, "max_position_embeddings": N, "initializer_range": 0.3, **sizes, **ends}
+    return LlamaForCausalLM(LlamaConfig(**options | changes)).eval()
+
+
+def tiny_bert() -> BertForMaskedLM:
+    """A random encoder with a table of N rows."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options = {"vocab_size": VOCABULARY, "max_position_embeddings": N, "initializer_range": 0.3, **sizes}
+    return BertForMaskedLM(BertConfig(**options)).eval()
+
+
+def documents(count: int = 6, tokens: int = 300, seed: int = 1) -> list[list[int]]:
+    """Texts of token ids in which every token is the sum of two before it, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for _ in range(count):
+        text = torch.randint(2, VOCABULARY, (8,), generator=generator).tolist()
+        while len(text) < tokens:
+            text.append(2 + (text[-1] + text[-7]) % (VOCABULARY - 2))
+        texts.append(text)
+    return texts
+
+
+def config(folder: Path, **changes: Any) -> FinetuneConfig:
+    """A run of six steps: pi, four times N."""
+    data: dict[str, Any] = {
+        "output_dir": str(folder),
+        "patch": {"method": "pi", "factor": T // N},
+        "evaluation": {"targets": 8},
+        "training": TRAINING,
+    }
+    for name, value in changes.items():
+        data[name] = data[name] | value if isinstance(value, dict) and isinstance(data.get(name), dict) else value
+    return FinetuneConfig.from_dict(data)
