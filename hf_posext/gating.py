@@ -40,8 +40,8 @@ def gate_adapter(model: ModelT) -> ModelT:
     cache equals one pass; encoders, and models with a table of positions, compute each row by the row's length. A row
     of at most N tokens is read as by the original model, without patch and adapter, to the last bit; beside a long row
     it is, to the last bit, what the patch alone gives, which may round attention by what is beside a row. Where the
-    patch is taken off (`unpatch_model`, `suspended`, the bars of an evaluation) the adapter is off at every length, also
-    under another patch that does not follow the length.
+    patch is taken off (`unpatch_model`, `suspended`, the bars of an evaluation) the adapter is off at every length,
+    also under another patch that does not follow the length.
 
     Args:
         model: a model patched with `dynamic=True` that has an adapter of PEFT (layers of any kind, modules and tokens

@@ -89,7 +89,10 @@ def cell(found: dict[str, Any], arm: str, length: int) -> str:
 
 def table(cells: dict[tuple[str, str], dict[str, Any]], methods: list[str], recipes: list[str]) -> str:
     """Methods x recipes in Markdown: at T, below at N, and seconds a step."""
-    lines = [f"| method | untuned | {' | '.join(recipes)} | the papers on tuned models |", "|---" * (len(recipes) + 3) + "|"]
+    lines = [
+        f"| method | untuned | {' | '.join(recipes)} | the papers on tuned models |",
+        "|---" * (len(recipes) + 3) + "|",
+    ]
     for method in methods:
         first = cells[method, recipes[0]]
         untuned = f"{cell(first, method, TARGET)}<br>{cell(first, method, TRAINED)}"

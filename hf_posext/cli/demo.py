@@ -82,7 +82,9 @@ def run(
     quick: Annotated[
         bool, typer.Option("--quick", help="Up to 4 times the trained length, fewer books, and no tuning.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, plot.png and what was tuned.")] = Path("posext_demo"),
+    out: Annotated[Path, typer.Option(help="Folder for report.json, plot.png and what was tuned.")] = Path(
+        "posext_demo"
+    ),
     model: Annotated[str, typer.Option(help="Name of an embedded model: llama, gpt_neox or bert.")] = "llama",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
     as_json: JsonOption = False,
@@ -112,7 +114,13 @@ def run(
     if as_json:
         show_json(data | {"files": [str(path) for path in files]})
     else:
-        show(report, "", *((tuned, "") if tuned is not None else ()), *(Text(f"- {sentence}") for sentence in data["reading"]), "")
+        show(
+            report,
+            "",
+            *((tuned, "") if tuned is not None else ()),
+            *(Text(f"- {sentence}") for sentence in data["reading"]),
+            "",
+        )
         show(*(f"saved {path}" for path in files))
     typer.echo(f"took {time.perf_counter() - started:.1f} s", err=True)
 

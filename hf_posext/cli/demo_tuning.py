@@ -61,8 +61,9 @@ def read(result: FinetuneResult) -> list[str]:
     return [
         f"Tuned: `pi` x{FACTOR}, LoRA for {result.metrics['steps']} steps in {result.metrics['seconds']:.0f} s on "
         f"{result.metrics['trainable_share']:.1%} as many numbers as the model has: {gain['after']:.1f} with "
-        f"{gain['context_length']} tokens of context, {gain['before']:.1f} before. Against truncating the model as it was "
-        f"given it is {verdict(gain['against_truncate'])}.",
-        f"On short text, {kept['context_length']} tokens, the tuned model has {kept['after']:.1f} and the model as it was "
-        f"given {kept['unpatched']:.1f}: {kept['ratio']:.3f} times as much (95 % {kept['low']:.3f} to {kept['high']:.3f}).",
+        f"{gain['context_length']} tokens of context, {gain['before']:.1f} before. Against truncating the model as it "
+        f"was given it is {verdict(gain['against_truncate'])}.",
+        f"On short text, {kept['context_length']} tokens, the tuned model has {kept['after']:.1f} and the model as it "
+        f"was given {kept['unpatched']:.1f}: {kept['ratio']:.3f} times as much (95 % {kept['low']:.3f} to "
+        f"{kept['high']:.3f}).",
     ]

@@ -17,7 +17,9 @@ def run(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, as in recipes/configs.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file, as training.max_steps=50; repeatable."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key of the file, as training.max_steps=50; repeatable."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
     as_json: JsonOption = False,

@@ -65,8 +65,8 @@ def train_new_rows(model: nn.Module, record: PatchRecord | None) -> None:
         )
     if not (record.dynamic or record.options.get("frozen_rows")):
         raise PatchError(
-            f"`adapter.train: new_rows` needs old rows that are frozen, and {record.describe()} leaves them free. Patch "
-            "with frozen_rows=True, or with dynamic=True."
+            f"`adapter.train: new_rows` needs old rows that are frozen, and {record.describe()} leaves them free. "
+            "Patch with frozen_rows=True, or with dynamic=True."
         )
     model.requires_grad_(False)
     for site in tables:
@@ -86,7 +86,7 @@ def add_lora(model: nn.Module, config: AdapterConfig, factor: float) -> nn.Modul
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
-    options = DEFAULTS | config.lora
+    options: dict[str, Any] = DEFAULTS | config.lora
     whole = list(options.pop("modules_to_save", None) or [])
     is_large = factor >= LARGE
     if is_large if config.norms is None else config.norms:
@@ -108,12 +108,14 @@ def add_lora(model: nn.Module, config: AdapterConfig, factor: float) -> nn.Modul
 
 
 def attention_projections(model: nn.Module) -> list[str]:
-    """Linear layers in the attention of the text part, as PEFT takes them: last names, or paths where others share them.
+    """Linear layers in the attention of the text part, as PEFT takes them: last names, or paths where those are shared.
 
     Raises:
         ValueError: there are none.
     """
-    blocks = [each for each in scoped_modules(model) if each.is_text and ATTENTION in type(each.module).__name__.lower()]
+    blocks = [
+        each for each in scoped_modules(model) if each.is_text and ATTENTION in type(each.module).__name__.lower()
+    ]
     inside = {id(part) for block in blocks for part in block.module.modules() if isinstance(part, nn.Linear | Conv1D)}
     return shortest_names(model, inside, nn.Linear | Conv1D, "attention layers")
 
@@ -157,7 +159,9 @@ def shortest_names(model: nn.Module, chosen: set[int], kind: Any, what: str) -> 
     named = [(path, module) for path, module in root_model(model).named_modules() if isinstance(module, kind)]
     paths = [path for path, module in named if id(module) in chosen]
     if not paths:
-        raise ValueError(f"{type(root_model(model)).__name__} has no {what} that could be trained. Name modules in `lora`.")
+        raise ValueError(
+            f"{type(root_model(model)).__name__} has no {what} that could be trained. Name modules in `lora`."
+        )
     lasts = {path.rpartition(".")[2] for path in paths}
     return sorted(paths if any(ends_in(path, lasts) for path, _ in named if path not in paths) else lasts)
 

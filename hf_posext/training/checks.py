@@ -1,4 +1,4 @@
-"""What is checked while a run trains: that the patch is in force, that everything trained learns, that the loss is sound."""
+"""What is checked before a run and in its first steps: the patch is in force, and all that is trained learns."""
 
 from __future__ import annotations
 

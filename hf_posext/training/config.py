@@ -1,27 +1,22 @@
-"""FinetuneConfig: all that a run is made of, from Python, a YAML file or `key=value` words; checked before anything runs.
+"""FinetuneConfig: all that a run is made of, from Python, a YAML file or `key=value` words, checked before it begins.
 
-The sections `lora` and `training` are handed to `peft.LoraConfig` and `transformers.TrainingArguments`, which know their
-own keys.
+The sections `lora` and `training` are handed to `peft.LoraConfig` and `transformers.TrainingArguments`, which know
+their own keys.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 
-import yaml
-
-from hf_posext.arguments import check_choice, check_flag, check_length, check_positive
-from hf_posext.errors import unknown
+from hf_posext.arguments import check_choice, check_flag, check_length
+from hf_posext.training.sections import build, check_share, override, parse
 
 POSITIONS = ("full", "pose", "random_length", "randomized")
 TRAINED = ("lora", "new_rows", "full")
-FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,9 @@ class DataConfig:
         for name in ("streaming", "packing"):
             check_flag(f"data.{name}", getattr(self, name))
         check_share("data.short_fraction", self.short_fraction)
-        check_share("data.mask_share", check_positive("data.mask_share", self.mask_share))
+        check_share("data.mask_share", self.mask_share)
+        if self.mask_share == 0:
+            raise ValueError("`data.mask_share` must be above 0, got 0: a masked LM would be asked for nothing.")
         if self.positions == "pose" and self.chunks < 2:
             raise ValueError(f"`data.chunks` must be at least 2 with positions: pose, got {self.chunks}.")
         if self.packing and self.positions != "full":
@@ -252,77 +249,3 @@ class FinetuneConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
-
-
-def check_share(name: str, value: object) -> None:
-    """Refuses what is no number from 0 to 1.
-
-    Raises:
-        TypeError, ValueError: names the key and what came.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"`{name}` must be a number from 0 to 1, got {value!r} of type {type(value).__name__}.")
-    if value and not check_positive(name, value) <= 1:
-        raise ValueError(f"`{name}` must be a number from 0 to 1, got {value!r}.")
-
-
-def parse(text: str, where: str) -> Any:
-    """YAML as plain data; `1e-4`, which YAML 1.1 takes for a word, is a number.
-
-    Raises:
-        ValueError: no YAML, with the place.
-    """
-    try:
-        return with_floats(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is no YAML: {' '.join(str(error).split())}.") from error
-
-
-def with_floats(value: Any) -> Any:
-    """The same data with words like `1e-4` as numbers."""
-    if isinstance(value, dict):
-        return {key: with_floats(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [with_floats(item) for item in value]
-    return float(value) if isinstance(value, str) and FLOAT.fullmatch(value) else value
-
-
-def override(data: dict[str, Any], word: str) -> None:
-    """Puts one `key=value` into nested data.
-
-    Raises:
-        ValueError: no key and value, or a key inside something that has none.
-    """
-    key, equals, text = word.partition("=")
-    if not (equals and all(key.split("."))):
-        raise ValueError(f"`--set` must be KEY=VALUE with a dotted key, got {word!r}. For example training.max_steps=50.")
-    *sections, last = key.split(".")
-    for section in sections:
-        inner = data.get(section)
-        data[section] = {} if inner is None else inner
-        data = data[section]
-        if not isinstance(data, dict):
-            raise ValueError(f"`--set {word}`: `{section}` holds {data!r}, which has no keys.")
-    data[last] = parse(text, f"`--set {word}`")
-
-
-def build(cls: Callable[..., Any], data: Mapping[str, Any], where: str = "") -> Any:
-    """A dataclass from nested plain data.
-
-    Raises:
-        TypeError, ValueError: an unknown key, with the nearest known one, or a section that is no mapping.
-    """
-    known = {each.name: each for each in fields(cls)}  # type: ignore[arg-type]
-    hints = get_type_hints(cls)
-    values = {}
-    for key, value in data.items():
-        if key not in known:
-            raise ValueError(unknown(f"key in {where}" if where else "key", key, known))
-        kind = hints[key]
-        is_section = is_dataclass(kind) or known[key].default_factory not in (MISSING, list)
-        if is_section and value is None:
-            continue
-        if is_section and not isinstance(value, Mapping):
-            raise TypeError(f"`{key}` must be a section with keys, got {value!r} of type {type(value).__name__}.")
-        values[key] = build(kind, value, f"`{key}`") if is_dataclass(kind) else value  # type: ignore[arg-type]
-    return cls(**values)

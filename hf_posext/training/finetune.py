@@ -30,8 +30,8 @@ from hf_posext.training.config import FinetuneConfig
 from hf_posext.training.data import REACHING, Rows, load_documents, training_rows
 from hf_posext.training.loss import loss_without_logits
 from hf_posext.training.measuring import Meter
-from hf_posext.training.reading import check_reading, first_position
 from hf_posext.training.progress import ProgressLine
+from hf_posext.training.reading import check_reading, first_position
 from hf_posext.training.result import FinetuneResult
 from hf_posext.training.trainer import PosextTrainer, training_arguments
 
@@ -146,11 +146,12 @@ class Run:
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any, config: FinetuneConfig, is_masked: bool) -> Run:
-        """The run of a model that has its patch."""
+        """The run of a model that has its patch, or of a control."""
         record = record_of(model)
-        trained = length_of(model) if record is None else record.steps()[0].trained_length
-        target = config.control_length if record is None else record.target_length
-        return cls(tokenizer, config, record, trained, target or trained, is_masked)
+        if record is not None:
+            return cls(tokenizer, config, record, record.steps()[0].trained_length, record.target_length, is_masked)
+        target = config.control_length or 1
+        return cls(tokenizer, config, None, length_of(model) or target, target, is_masked)
 
     @property
     def is_gated(self) -> bool:
@@ -189,7 +190,7 @@ class Run:
         settings = self.config.evaluation
         if documents is None and settings.path is not None:
             documents = load_documents(settings)
-        held_out = None if documents is None else list(islice(documents, settings.max_documents))
+        held_out = [] if documents is None else list(islice(documents, settings.max_documents))
         lengths = (self.trained_length, self.target_length)
         return Meter(self.tokenizer, held_out, settings, *lengths, self.is_masked, progress)
 

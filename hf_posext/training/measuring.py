@@ -24,7 +24,7 @@ class Meter:
 
     Attributes:
         tokenizer: of the model.
-        documents: held-out text; None measures nothing.
+        documents: held-out text; where there is none nothing is measured.
         settings: what is measured.
         trained_length: N in tokens.
         target_length: T in tokens.
@@ -33,7 +33,7 @@ class Meter:
     """
 
     tokenizer: Any
-    documents: list[Any] | None
+    documents: list[Any]
     settings: EvaluationConfig
     trained_length: int
     target_length: int
@@ -67,7 +67,7 @@ class Meter:
 
     def before(self, model: nn.Module) -> PerplexityReport | None:
         """The model as it is before it is trained, beside the bars."""
-        return None if self.documents is None else self.measure(model, self.lengths, bars=BARS)
+        return None if not self.documents else self.measure(model, self.lengths, bars=BARS)
 
     def meanwhile(self, model: nn.Module) -> dict[str, float]:
         """What a run logs of a model that is being trained."""

@@ -24,8 +24,8 @@ class FinetuneResult(Report):
 
     Attributes:
         model: with patch and adapter, in evaluation mode; the plain model where the adapter was merged.
-        metrics: `steps`, `seconds`, `tokens` (padding included), `trainable`, `parameters`, `trainable_share`, `loss`, `is_interrupted`,
-            and with an evaluation `retention` and `gain`.
+        metrics: `steps`, `seconds`, `tokens` (padding included), `trainable`, `parameters`, `trainable_share`, `loss`,
+            `is_interrupted`, and with an evaluation `retention` and `gain`.
         output_dir: folder with the adapter or the checkpoint, `report.json` and `plot.png`.
         history: what was logged: dicts with `step` and, as they apply, `loss`, `learning_rate`, `eval_perplexity_T`.
         evaluation: the bars, the patched model before it was trained and after; None without held-out text.

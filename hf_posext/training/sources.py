@@ -23,8 +23,8 @@ def load_documents(config: DataConfig | EvaluationConfig) -> Dataset | IterableD
 
     Args:
         config: where to look. A text file is one document; a JSON or parquet file has one per row. A folder is read
-            with all that is in it, whatever has another suffix left out. `demo:training` and `demo:held_out` are the books
-            of the package.
+            with all that is in it, whatever has another suffix left out. `demo:training` and `demo:held_out` are the
+            books of the package.
 
     Returns:
         A `datasets` data set, not yet tokenised; of `datasets.IterableDataset` with `streaming`.
@@ -36,9 +36,9 @@ def load_documents(config: DataConfig | EvaluationConfig) -> Dataset | IterableD
     import datasets
 
     source = config
-    if isinstance(config, EvaluationConfig):
-        source = DataConfig(path=config.path, name=config.name, split=config.split)
-    if source.path in DEMO:
+    if not isinstance(source, DataConfig):
+        source = DataConfig(source.path, source.name, source.split, source.text_column)
+    if isinstance(source.path, str) and source.path in DEMO:
         return datasets.Dataset.from_dict({source.text_column: DEMO[source.path]()})
     if not source.path:
         raise ValueError("There is nothing to read. Set `path` to a file, a folder or a hub id, or give documents.")

@@ -56,12 +56,16 @@ def training_arguments(config: FinetuneConfig) -> TrainingArguments:
     given = dict(config.training)
     clash = [name for name, value in FIXED.items() if given.get(name, value) != value]
     if clash:
-        raise ValueError(f"`training.{clash[0]}` must be {FIXED[clash[0]]!r} here, got {given[clash[0]]!r}. Leave it out.")
+        raise ValueError(
+            f"`training.{clash[0]}` must be {FIXED[clash[0]]!r} here, got {given[clash[0]]!r}. Leave it out."
+        )
     word = next(name for name in CHECKPOINTING if name in known)
     given = {name.replace(CHECKPOINTING[1], word): value for name, value in given.items()}
     reentrant = given.setdefault(f"{word}_kwargs", {"use_reentrant": False})
     if reentrant.setdefault("use_reentrant", False):
-        raise ValueError("`training` asks for reentrant checkpointing, under which an adapter learns nothing. Leave it out.")
+        raise ValueError(
+            "`training` asks for reentrant checkpointing, under which an adapter learns nothing. Leave it out."
+        )
     if config.evaluation.every is not None:
         given |= {"eval_strategy": "steps", "eval_steps": config.evaluation.every}
     given.setdefault("dataloader_pin_memory", torch.accelerator.is_available())  # else it warns
@@ -86,6 +90,7 @@ class PosextTrainer(Trainer):
 
     Attributes:
         sizes: numbers that are trained, and all numbers.
+        folder: of the run.
     """
 
     def __init__(
@@ -101,12 +106,13 @@ class PosextTrainer(Trainer):
             model=model,
             args=args,
             train_dataset=rows.dataset,
-            eval_dataset=meter.documents,
+            eval_dataset=meter.documents or None,
             data_collator=rows.collate,
             processing_class=tokenizer,
             callbacks=callbacks,
         )
         self.meter = meter
+        self.folder = Path(str(args.output_dir))
         self.sizes = count_trainable(model)
         self.model_accepts_loss_kwargs = True
         for own in (PrinterCallback, ProgressCallback):
@@ -140,14 +146,14 @@ class PosextTrainer(Trainer):
 
     def way_back(self) -> str:
         """Which checkpoint is left, in a sentence."""
-        newest = newest_checkpoint(Path(self.args.output_dir))
+        newest = newest_checkpoint(self.folder)
         return f"The last good checkpoint is {str(newest)!r}." if newest else "No checkpoint was written before."
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As `Trainer._save`, with the patch beside the weights."""
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            write_patch(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
+            write_patch(self.accelerator.unwrap_model(self.model), Path(output_dir or self.folder))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As `Trainer._save_checkpoint`; a checkpoint that cannot be written does not stay.
@@ -157,8 +163,12 @@ class PosextTrainer(Trainer):
         """
         try:
             super()._save_checkpoint(*args, **kwargs)
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save and safetensors have their own for a full disk
-            folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        except (
+            OSError,
+            SafetensorError,
+            RuntimeError,
+        ) as error:  # torch.save and safetensors have their own for a full disk
+            folder = self.folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             shutil.rmtree(folder, ignore_errors=True)
             reason = " ".join(str(error).split()).rstrip(".")
             raise TrainingError(

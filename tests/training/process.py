@@ -15,7 +15,7 @@ from hf_posext import finetune, patch_model
 from hf_posext.training.adapters import make_trainable
 from hf_posext.training.config import AdapterConfig
 from hf_posext.training.loss import loss_without_logits
-from tests.training.runs import T, VOCABULARY, config, documents, tiny_llama
+from tests.training.runs import VOCABULARY, T, config, documents, tiny_llama
 
 STEPS, ROWS = 4, 4
 

@@ -17,25 +17,53 @@ PRESETS = ("tiny.yaml", "llama-8b-32k.yaml", "neox.yaml", "bert.yaml")
 
 REFUSED = {
     "unknown key": ({"patchs": {}}, ValueError, "Unknown key 'patchs'. Did you mean `patch`?"),
-    "unknown key in a section": ({"data": {"lenght": 3}}, ValueError, "Unknown key in `data` 'lenght'. Did you mean `length`?"),
+    "unknown key in a section": (
+        {"data": {"lenght": 3}},
+        ValueError,
+        "Unknown key in `data` 'lenght'. Did you mean `length`?",
+    ),
     "section without keys": ({"data": 3}, TypeError, "`data` must be a section with keys, got 3"),
     "patch without method": ({"patch": {"factor": 2}}, ValueError, "`patch` needs a `method`"),
     "positions": ({"data": {"positions": "poes"}}, ValueError, "'poes'. Did you mean `pose`?"),
     "one chunk": ({"data": {"positions": "pose", "chunks": 1}}, ValueError, "`data.chunks` must be at least 2"),
-    "packing pose": ({"data": {"positions": "pose", "packing": True}}, ValueError, "`data.packing` goes with positions: full"),
-    "share above one": ({"data": {"short_fraction": 1.5}}, ValueError, "`data.short_fraction` must be a number from 0 to 1, got 1.5"),
-    "share of a word": ({"data": {"short_fraction": "x"}}, TypeError, "`data.short_fraction` must be a number from 0 to 1"),
-    "shortest": ({"data": {"shortest": 9, "length": 8}}, ValueError, "`data.shortest` must be at most `data.length` 8, got 9"),
+    "packing pose": (
+        {"data": {"positions": "pose", "packing": True}},
+        ValueError,
+        "`data.packing` goes with positions: full",
+    ),
+    "share above one": (
+        {"data": {"short_fraction": 1.5}},
+        ValueError,
+        "`data.short_fraction` must be a number from 0 to 1, got 1.5",
+    ),
+    "share of a word": (
+        {"data": {"short_fraction": "x"}},
+        TypeError,
+        "`data.short_fraction` must be a number from 0 to 1",
+    ),
+    "shortest": (
+        {"data": {"shortest": 9, "length": 8}},
+        ValueError,
+        "`data.shortest` must be at most `data.length` 8, got 9",
+    ),
     "length of zero": ({"data": {"length": 0}}, ValueError, "`data.length` must be at least 1 token, got 0"),
     "trained": ({"adapter": {"train": "everything"}}, ValueError, "Unknown value of `adapter.train`: 'everything'"),
-    "lora of full": ({"adapter": {"train": "full", "lora": {"r": 4}}}, ValueError, "`adapter.lora` goes with train: lora only"),
+    "lora of full": (
+        {"adapter": {"train": "full", "lora": {"r": 4}}},
+        ValueError,
+        "`adapter.lora` goes with train: lora only",
+    ),
     "merged gate": (
         {"adapter": {"merge": True, "only_beyond_trained_length": True}},
         ValueError,
         "`adapter.merge` cannot go with only_beyond_trained_length",
     ),
     "targets": ({"evaluation": {"targets": 0}}, ValueError, "`evaluation.targets` must be at least 1"),
-    "output_dir inside": ({"training": {"output_dir": "x"}}, ValueError, "`training.output_dir` is `output_dir` at the top"),
+    "output_dir inside": (
+        {"training": {"output_dir": "x"}},
+        ValueError,
+        "`training.output_dir` is `output_dir` at the top",
+    ),
 }
 
 
@@ -124,7 +152,9 @@ def test_a_file_that_is_not_there_or_no_yaml_is_named(tmp_path: Path) -> None:
         ({"learning_rates": 1}, "`training` is handed to transformers.TrainingArguments"),
     ],
 )
-def test_arguments_that_the_run_cannot_live_with_are_refused(training: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_arguments_that_the_run_cannot_live_with_are_refused(
+    training: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=words):
         training_arguments(FinetuneConfig(output_dir=str(tmp_path), training=training))
 

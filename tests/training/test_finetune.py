@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_posext import PatchError, TrainingError, finetune, load_pretrained, patch_model, record_of
 from hf_posext.training.trainer import PosextTrainer
-from tests.training.runs import N, T, VOCABULARY, config, documents, tiny_bert, tiny_llama
+from tests.training.runs import VOCABULARY, N, T, config, documents, tiny_bert, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -259,7 +259,9 @@ def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(tmp_path: P
 def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     finetune(tiny_llama(), None, documents(), config(tmp_path / "run", training={"max_steps": 2}))
     with pytest.raises(ValueError, match=r"holds a run with another `training.learning_rate`"):
-        finetune(tiny_llama(), None, documents(), config(tmp_path / "run", training={"learning_rate": 1e-3, "max_steps": 2}))
+        finetune(
+            tiny_llama(), None, documents(), config(tmp_path / "run", training={"learning_rate": 1e-3, "max_steps": 2})
+        )
     anew = config(tmp_path / "run", training={"learning_rate": 1e-3, "max_steps": 2}, resume=False)
     assert finetune(tiny_llama(), None, documents(), anew).metrics["steps"] == 2
 
@@ -333,7 +335,10 @@ def test_gradients_with_and_without_checkpointing_agree(tmp_path: Path, monkeypa
 def test_a_token_weighs_the_same_however_a_batch_is_cut(tmp_path: Path) -> None:
     """Rows of unequal lengths, so that a mean of means would be another loss."""
     data = {"positions": "random_length", "shortest": N, "length": T}
-    runs = {"whole": {"per_device_train_batch_size": 4}, "cut": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}}
+    runs = {
+        "whole": {"per_device_train_batch_size": 4},
+        "cut": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    }
     found = {}
     for name, changes in runs.items():
         settings = config(tmp_path / name, data=data, training={**changes, "max_steps": 4})

@@ -1,4 +1,4 @@
-"""A patched model is an ordinary model: transformers' own Trainer and TRL's SFTTrainer train it with no code of ours."""
+"""A patched model is an ordinary model: transformers' Trainer and TRL's SFTTrainer train it with no code of ours."""
 
 import math
 from pathlib import Path

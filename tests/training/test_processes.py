@@ -21,7 +21,9 @@ def found(folder: Path, mode: str, processes: int, method: str, dynamic: bool) -
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     arguments = [mode, str(folder), str(4 // processes), method, str(dynamic)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*launch, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / "found.pt")
 
