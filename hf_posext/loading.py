@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -22,7 +23,7 @@ from hf_posext.gating import gate_adapter
 from hf_posext.lengths import rope_blocks, text_part
 from hf_posext.mechanisms import root_model
 from hf_posext.patching import ensure_adopted
-from hf_posext.records import CONFIG_FIELD, is_for_gated, read_record, record_of
+from hf_posext.records import CONFIG_FIELD, OWN_WEIGHTS, is_for_gated, read_record, record_of
 
 LAYOUTS = ("v4", "v5")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -122,8 +123,17 @@ def load_adapter(
         )
     if wanted is not None and present is None:
         replay(model, wanted)
+    load_trained(model, path)
     adapted = PeftModel.from_pretrained(model, path)
     return gate_adapter(adapted) if is_for_gated(path) else adapted
+
+
+def load_trained(model: nn.Module, directory: Path) -> None:
+    """Loads what was trained of a patch (slopes, biases) from beside an adapter; nothing to do where nothing was."""
+    if (directory / OWN_WEIGHTS).is_file():
+        root = root_model(model)
+        for name, value in load_file(directory / OWN_WEIGHTS).items():
+            root.get_parameter(name).data.copy_(value)
 
 
 def is_same_patch(one: dict[str, Any], other: dict[str, Any]) -> bool:

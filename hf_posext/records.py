@@ -16,7 +16,7 @@ from hf_posext.reports import write_atomically
 
 SCHEMA = 1
 FILE_NAME = "posext.json"
-OWN_WEIGHTS = "posext.safetensors"
+OWN_WEIGHTS = "posext.safetensors"  # beside an adapter: what was trained of the patch itself
 CONFIG_FIELD = "posext"
 ONLY_BEYOND = "only_beyond_trained_length"
 GATED = "_posext_gated"

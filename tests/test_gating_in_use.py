@@ -31,8 +31,9 @@ def test_decoding_across_n_equals_one_pass(row: str, adapter: str, sizes: str) -
     model, n = gated(CASES[row], adapter), CASES[row].trained_length
     begin = n - 2
     sizes_of = {"steps": steps(begin, LONG), "pieces": pieces(LONG, 7), "fours": [begin, *pieces(LONG - begin, 4)]}
-    found = in_pieces(model, text(LONG, 2), sizes_of[sizes], DynamicCache())
-    assert_close(found, read(model, text(LONG, 2)), 1e-4)
+    found, expected = in_pieces(model, text(LONG, 2), sizes_of[sizes], DynamicCache()), read(model, text(LONG, 2))
+    size = expected.std().clamp(min=1)  # a random head makes logits of any size
+    assert_close(found / size, expected / size, 1e-4)
 
 
 @pytest.mark.parametrize("row", ["llama", "gemma3"])

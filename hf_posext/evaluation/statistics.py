@@ -1,4 +1,4 @@
-"""Paired bootstrap over documents: the interval that every perplexity carries, and that of a difference of two arms.
+"""Intervals: the paired bootstrap over documents of every perplexity and difference, and Wilson's of a share of trials.
 
 The unit is the document: tokens of one document are not independent, and perplexity varies more between documents than
 between methods. So arms are compared on the same resampled documents, never by whether two intervals overlap.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 10_000
 LEVEL = 0.95
+QUANTILE = NormalDist().inv_cdf((1 + LEVEL) / 2)
 BLOCK = 4_000_000  # drawn indices held at a time, which bounds the memory for any number of documents
 
 
@@ -80,6 +82,29 @@ def nll_difference(
 def perplexity_of(nll: float) -> float:
     """exp(NLL), infinite where that does not fit a float."""
     return math.exp(nll) if not nll > 709.0 else math.inf
+
+
+def wilson(correct: int, trials: int) -> tuple[float, float]:
+    """95 % interval of a share of successes; it stays inside [0, 1] and has a width also where all trials agree.
+
+    Args:
+        correct: successes, 0 to `trials`.
+        trials: at least 1.
+
+    Returns:
+        Lower and upper end.
+
+    Raises:
+        ValueError: no trials, or a count outside them.
+
+    Source: Wilson 1927 (J. Am. Stat. Assoc. 22:209), the score interval.
+    """
+    if not 0 <= correct <= trials or trials < 1:
+        raise ValueError(f"`correct` must be 0 to `trials`, and these at least 1; got {correct} of {trials}.")
+    share, weight = correct / trials, QUANTILE**2 / trials
+    centre = (share + weight / 2) / (1 + weight)
+    half = math.sqrt(share * (1 - share) * weight + weight**2 / 4) / (1 + weight)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _arm(sums: Sequence[float], tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

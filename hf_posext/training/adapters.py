@@ -85,6 +85,7 @@ def add_lora(model: nn.Module, config: AdapterConfig, factor: float) -> nn.Modul
         ValueError: arguments that PEFT does not take.
     """
     from peft import LoraConfig, TaskType, get_peft_model
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES  # the only names for which PEFT ties what is tied
 
     options: dict[str, Any] = DEFAULTS | config.lora
     whole = list(options.pop("modules_to_save", None) or [])
@@ -93,9 +94,10 @@ def add_lora(model: nn.Module, config: AdapterConfig, factor: float) -> nn.Modul
         whole += norms(model)
     if is_large if config.embeddings is None else config.embeddings:
         whole += embeddings(model)
-        options.setdefault("ensure_weight_tying", is_tied(model))
+        options.setdefault("ensure_weight_tying", is_tied(model) and ends_in(whole[-1], EMBEDDING_LAYER_NAMES))
     if options["target_modules"] == ATTENTION:
         options["target_modules"] = attention_projections(model)
+    options.setdefault("fan_in_fan_out", any(isinstance(each, Conv1D) for each in model.modules()))
     causal = getattr(root_model(model), "_is_causal_lm", None) or "CausalLM" in type(root_model(model)).__name__
     options.setdefault("task_type", TaskType.CAUSAL_LM if causal else None)
     try:
@@ -105,6 +107,13 @@ def add_lora(model: nn.Module, config: AdapterConfig, factor: float) -> nn.Modul
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers under an old name
         return get_peft_model(model, lora)
+
+
+def merged(model: Any) -> nn.Module:
+    """The model with its adapter in its weights, without PEFT; head and embedding part where one was trained alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
+        return model.merge_and_unload()
 
 
 def attention_projections(model: nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ from hf_posext.methods.registry import get_method
 from hf_posext.patching import patch_model, unpatch_model
 from hf_posext.records import FILE_NAME, PatchRecord, record_of
 from hf_posext.spans import length_of
-from hf_posext.training.adapters import make_trainable
+from hf_posext.training.adapters import make_trainable, merged
 from hf_posext.training.checkpoints import StopOnSignal, newest_checkpoint, settle
 from hf_posext.training.checks import GradientCheck, check_patch
 from hf_posext.training.config import FinetuneConfig
@@ -236,13 +236,13 @@ class Run:
     ) -> FinetuneResult:
         """Writes what was trained, measures it and writes the report; a run that was stopped has its checkpoint."""
         folder = Path(self.config.output_dir)
-        model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
+        model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).eval()
         after = None
         if not metrics["is_interrupted"]:
             trainer.save_model()
             after = None if trainer.is_sharded else meter.after(model, before)
             if self.config.adapter.merge:
-                model = model.merge_and_unload()
+                model = merged(model)
         if after is not None:
             metrics |= meter.outcome(after)
         result = FinetuneResult(model, metrics, folder, trainer.state.log_history, after, self.config.to_dict())

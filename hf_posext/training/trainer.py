@@ -14,6 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_posext.errors import TrainingError
+from hf_posext.loading import load_trained
 from hf_posext.training.adapters import count_trainable
 from hf_posext.training.checkpoints import newest_checkpoint, write_patch
 from hf_posext.training.config import FinetuneConfig
@@ -148,6 +149,11 @@ class PosextTrainer(Trainer):
         """Which checkpoint is left, in a sentence."""
         newest = newest_checkpoint(self.folder)
         return f"The last good checkpoint is {str(newest)!r}." if newest else "No checkpoint was written before."
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As `Trainer._load_from_checkpoint`, with what was trained of the patch beside an adapter."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_trained(self.accelerator.unwrap_model(model or self.model), Path(resume_from_checkpoint))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As `Trainer._save`, with the patch beside the weights."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_posext import FinetuneConfig
 
@@ -28,6 +28,13 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     options = {"vocab_size": VOCABULARY, "max_position_embeddings": N, "initializer_range": 0.3, **sizes, **ends}
     return LlamaForCausalLM(LlamaConfig(**options | changes)).eval()
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """A random decoder with a table of N rows, whose head is its embedding."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": N}
+    return GPT2LMHeadModel(GPT2Config(initializer_range=0.3, bos_token_id=0, eos_token_id=1, **sizes)).eval()
 
 
 def tiny_bert() -> BertForMaskedLM:

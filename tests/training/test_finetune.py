@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_posext import PatchError, TrainingError, finetune, load_pretrained, patch_model, record_of
+from hf_posext.gating import is_gated
 from hf_posext.training.trainer import PosextTrainer
-from tests.training.runs import VOCABULARY, N, T, config, documents, tiny_bert, tiny_llama
+from tests.training.runs import VOCABULARY, N, T, config, documents, tiny_bert, tiny_gpt2, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +97,52 @@ def test_all_that_was_trained_comes_back_in_another_process(
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=ROOT)
 
 
+def test_slopes_that_were_learned_are_saved_beside_the_adapter_and_resumed(tmp_path: Path) -> None:
+    patch = {"method": "alibi", "factor": 4, "learned": True}
+    base = saved_base(tmp_path / "base", tiny_llama())
+    result = finetune(base, None, documents(), config(tmp_path / "run", patch=patch))
+    slopes = {name: each for name, each in result.model.named_parameters() if name.endswith("posext_slopes")}
+    fresh = dict(patch_model(tiny_llama(), **patch).named_parameters())
+    assert len(slopes) == 2
+    assert not any(torch.equal(each, fresh[name.removeprefix("base_model.model.")]) for name, each in slopes.items())
+    loaded = load_pretrained(tmp_path / "run").eval()
+    assert torch.equal(logits(loaded, text(T)), logits(result.model, text(T)))
+    for name in ("checkpoint-6", "report.json"):
+        path = tmp_path / "run" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = finetune(
+        saved_base(tmp_path / "base", tiny_llama()), None, documents(), config(tmp_path / "run", patch=patch)
+    )
+    assert torch.equal(logits(again.model, text(T)), logits(result.model, text(T)))
+
+
+def test_an_adapter_that_is_off_for_short_text_leaves_not_one_bit_changed(tmp_path: Path) -> None:
+    """With a patch that follows the length this is the default, also of the model that is loaded again."""
+    original = saved_base(tmp_path / "base", tiny_llama())
+    expected = logits(original, text(N))
+    settings = config(tmp_path / "run", patch={"method": "yarn", "dynamic": True})
+    result = finetune(original, None, documents(), settings, evaluation_documents=documents(4, seed=9))
+    assert is_gated(result.model)
+    assert torch.equal(logits(result.model, text(N)), expected)
+    assert result.metrics["retention"]["ratio"] == 1.0
+    assert result.metrics["gain"]["against_before"]["difference"] < 0
+    loaded = load_pretrained(tmp_path / "run").eval()
+    assert torch.equal(logits(loaded, text(N)), expected)
+    assert torch.equal(logits(loaded, text(T)), logits(result.model, text(T)))
+    prompt = text(N - 4, rows=1)
+    written = loaded.generate(input_ids=prompt, min_new_tokens=3 * N, max_new_tokens=3 * N, do_sample=False)
+    allowed = torch.arange(VOCABULARY) != 1  # all but the end
+    for end in (N - 4, N, N + 1, 3 * N):
+        assert written[0, end] == logits(loaded, written[:, :end])[0, -1].where(allowed, -torch.inf).argmax()
+
+
+def test_an_adapter_in_bf16_comes_back_with_equal_logits(tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base", tiny_llama().to(torch.bfloat16))
+    result = finetune(base, None, documents(), config(tmp_path / "run", training={"bf16": True}))
+    loaded = load_pretrained(tmp_path / "run", dtype=torch.bfloat16).eval()
+    assert torch.equal(logits(loaded, text(T)), logits(result.model, text(T)))
+
+
 def test_every_checkpoint_has_its_patch(tmp_path: Path) -> None:
     base = saved_base(tmp_path / "base", tiny_llama())
     finetune(base, None, documents(), config(tmp_path / "run"))
@@ -110,6 +158,17 @@ def test_a_merged_run_is_a_plain_checkpoint(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
     torch.testing.assert_close(logits(plain, text(T)), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits(load_pretrained(tmp_path / "run").eval(), text(T)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_merged_model_whose_embedding_was_trained_is_a_plain_checkpoint(family: str, tmp_path: Path) -> None:
+    """PEFT keeps head and embedding one weight in Llama, and parts them in GPT-2."""
+    model = tiny_llama(tie_word_embeddings=True) if family == "llama" else tiny_gpt2()
+    patch = {"method": "pi", "factor": 4}
+    settings = config(tmp_path / "run", patch=patch, adapter={"merge": True, "embeddings": True})
+    result = finetune(model, None, documents(), settings)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
+    torch.testing.assert_close(logits(plain, text(T)), logits(result.model, text(T)), rtol=0, atol=1e-5)
 
 
 def test_full_tuning_is_a_plain_checkpoint_in_bf16_too(tmp_path: Path) -> None:
