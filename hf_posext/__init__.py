@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
     from hf_posext.evaluation.pseudo_perplexity import PseudoPerplexityReport, pseudo_perplexity
     from hf_posext.freezing import fixed_length, scale_for
+    from hf_posext.gating import gate_adapter, ungate_adapter
     from hf_posext.inspection import PositionReport, inspect_model, list_methods
     from hf_posext.loading import export_config, load_pretrained
     from hf_posext.patching import patch_model, patched, suspended, unpatch_model
@@ -34,6 +35,7 @@ _WHERE = {
     "export_config": "loading",
     "finetune": "training.finetune",
     "fixed_length": "freezing",
+    "gate_adapter": "gating",
     "inspect_model": "inspection",
     "list_methods": "inspection",
     "load_pretrained": "loading",
@@ -44,6 +46,7 @@ _WHERE = {
     "record_of": "records",
     "scale_for": "freezing",
     "suspended": "patching",
+    "ungate_adapter": "gating",
     "unpatch_model": "patching",
     "write_record": "records",
 }
@@ -62,6 +65,7 @@ __all__ = [
     "finetune",
     "fixed_length",
     "functional",
+    "gate_adapter",
     "inspect_model",
     "list_methods",
     "load_pretrained",
@@ -72,6 +76,7 @@ __all__ = [
     "record_of",
     "scale_for",
     "suspended",
+    "ungate_adapter",
     "unpatch_model",
     "write_record",
 ]

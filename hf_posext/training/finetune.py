@@ -30,7 +30,7 @@ from hf_posext.training.config import FinetuneConfig
 from hf_posext.training.data import REACHING, Rows, load_documents, training_rows
 from hf_posext.training.loss import loss_without_logits
 from hf_posext.training.measuring import Meter
-from hf_posext.training.progress import ProgressLine
+from hf_posext.training.progress import ProgressLine, bars_of_datasets, is_watched
 from hf_posext.training.reading import check_reading, first_position
 from hf_posext.training.result import FinetuneResult
 from hf_posext.training.trainer import PosextTrainer, training_arguments
@@ -84,7 +84,8 @@ def finetune(
         apply_patch(model, tokenizer, config)
         check_patch(model, is_control=config.control_length is not None)
         run = Run.of(model, tokenizer, config, is_masked)
-        rows = run.rows(model, load_documents(config.data) if documents is None else documents, arguments)
+        with bars_of_datasets(are_shown=is_watched(progress)):
+            rows = run.rows(model, load_documents(config.data) if documents is None else documents, arguments)
         meter = run.meter(evaluation_documents, progress)
         before = meter.before(model)
         trained: Any = make_trainable(model, config.adapter, run.record)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +12,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
+
+
+def is_watched(is_shown: bool | None) -> bool:
+    """Whether there are bars; None asks whether stderr is a terminal."""
+    return Console(stderr=True).is_terminal if is_shown is None else is_shown
+
+
+@contextmanager
+def bars_of_datasets(*, are_shown: bool) -> Iterator[None]:
+    """The bars of `datasets` as they were, or none, for the length of a block."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    is_changed = not are_shown and not are_progress_bars_disabled()
+    if is_changed:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if is_changed:
+            enable_progress_bars()
 
 
 class ProgressLine(TrainerCallback):
@@ -20,10 +42,14 @@ class ProgressLine(TrainerCallback):
     """
 
     def __init__(self, is_shown: bool | None) -> None:
-        console = Console(stderr=True)
-        shown = console.is_terminal if is_shown is None else is_shown
         columns = (TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True)
+        self.bar = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not is_watched(is_shown),
+            transient=True,
+        )
         self.task: TaskID | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,0 +1,23 @@
+"""`posext diagnose`: whether position is in effect in a model, and as its config, patch and tokenizer say."""
+
+from __future__ import annotations
+
+import typer
+
+from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, load_tokenizer, quiet, show, show_json
+
+FAULTY = 1  # exit code where something is wrong
+
+
+def run(model: ModelArgument, as_json: JsonOption = False) -> None:
+    """Check that position is in effect in a model, and as its config, patch and tokenizer say; exit code 1 if not."""
+    with quiet():
+        from hf_posext.diagnosis import diagnose
+
+        report = diagnose(load_model(model), load_tokenizer(model))
+    if as_json:
+        show_json(report.to_dict())
+    else:
+        show(report)
+    if not report.is_healthy:
+        raise typer.Exit(FAULTY)
