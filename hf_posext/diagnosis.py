@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from hf_posext.diagnosing import order, rotating, rotation, serving, statements, tables
+from hf_posext.diagnosing import ablating, frequencies, order, rotation, serving, statements, tables
 from hf_posext.diagnosing.finding import NOT_APPLICABLE, OK, WRONG, Finding, NotApplicableError
 from hf_posext.diagnosing.subject import Subject, make_subject, undisturbed
 from hf_posext.reports import Report, plain
@@ -27,12 +27,12 @@ CHECKS: tuple[Check, ...] = (
     tables.rows,
     tables.magnitudes,
     tables.collisions,
-    rotation.angles,
-    rotation.turns,
-    rotation.channels,
-    rotating.rotation,
+    frequencies.angles,
+    frequencies.turns,
+    frequencies.channels,
+    rotation.rotation,
     order.order,
-    order.ablation,
+    ablating.ablation,
     order.position_ids,
     serving.cache,
     serving.padding,

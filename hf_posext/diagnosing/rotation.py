@@ -1,201 +1,142 @@
-"""Rotary modules by themselves: precision of their angles, what they turn by at far positions, and unseen angles."""
+"""How attention rotates: once, twice or not at all."""
 
 from __future__ import annotations
 
-import inspect
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from hf_posext import mechanisms
-from hf_posext.compat import quiet
-from hf_posext.contract import Site
+from hf_posext import layouts, mechanisms
+from hf_posext.attention.interface import ADAPTER, choose
+from hf_posext.configs import config_parts
+from hf_posext.contract import RotaryChange, Site
 from hf_posext.diagnosing.finding import NOTE, OK, WRONG, Finding, NotApplicableError
 from hf_posext.diagnosing.subject import Subject
-from hf_posext.errors import quoted
-from hf_posext.mechanisms import rotary
-from hf_posext.probe import unmoved
+from hf_posext.errors import PatchError
+from hf_posext.layouts import Heads
+from hf_posext.mechanisms._scope import scoped_modules
 
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def frequencies_of(site: Site) -> Tensor:
-    """[F] float64, the buffer that a module turns short text by, rounded as it is."""
-    field = site.field
-    if rotary.rope_type(site) in rotary.LENGTH_DEPENDENT:
-        field = field.removesuffix(rotary.SUFFIX) + f"original_{rotary.SUFFIX}"
-    return getattr(site.module, field).detach().cpu().double()
+TIMES = (1, 2)
 
 
-def rebuilt(site: Site) -> nn.Module:
-    """A fresh module of the site's class from the config of its model.
+def rotation(subject: Subject) -> Finding:
+    """Whether attention turns queries and keys by the angles of the rotary modules, once.
+
+    The modules are given frequencies that tell channels apart, and none; what reaches attention is compared.
 
     Raises:
-        NotApplicableError: the class cannot be made from a config alone.
+        NotApplicableError: the model does not rotate, or its attention cannot be watched.
     """
+    sites = subject.rotary
+    first = sites[0].module
+    owner = next(each.owner for each in scoped_modules(subject.root) if each.module is first)
+    mine = [site for site in sites if site.config is sites[0].config]
+    with frequencies_given_back(mine), watchable(owner):
+        counts, reached = rotations(owner, mine)
+    if not reached:
+        raise NotApplicableError(f"No attention of {type(owner).__name__} goes through transformers' registry.")
+    measured = {"modules": reached, "turned_times": counts}
+    if not counts:
+        return Finding(
+            "rotation",
+            WRONG,
+            measured,
+            "Queries and keys reach attention without rotation: the rotary module is not used.",
+            "Load without fused or replaced attention, and check the switch for rotary embeddings in the config.",
+        )
+    if 2 in counts.values():
+        return Finding(
+            "rotation",
+            WRONG,
+            measured,
+            "Queries and keys are rotated twice.",
+            "Take one of two replacements of attention away (a patch for long context on top of a fused kernel).",
+        )
+    if None in counts.values():
+        meaning = "What attention does to queries and keys is not understood as a rotation of channel pairs."
+        return Finding("rotation", NOTE, measured, meaning, "Trust `order` and `ablation` for this model.")
+    return Finding("rotation", OK, measured, "Attention turns queries and keys once by the rotary module's angles.")
+
+
+@contextmanager
+def watchable(owner: PreTrainedModel) -> Iterator[None]:
+    """Attention of a sub-model asks for adapters for the length of a block; those of a patch are there again then."""
+    configs = [(config, config._attn_implementation_internal) for config in config_parts(owner)]
+    adapters = [(module, vars(module)[ADAPTER]) for module in owner.modules() if ADAPTER in vars(module)]
+    choose(config for config, _ in configs)
     try:
-        with quiet():
-            return rotary.rebuild(site, site.config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotApplicableError(f"{site} cannot be made again from the config ({error}).") from error
+        yield
+    finally:
+        for config, name in configs:
+            config._attn_implementation_internal = name
+        for module, adapter in adapters:
+            vars(module)[ADAPTER] = adapter
 
 
-def exact_frequencies(site: Site) -> Tensor:
-    """[F] float64, what the buffer of a site should hold: what its patch keeps, else what the config gives."""
-    holder = mechanisms.holder_of(site.module)
-    if holder is not None and site.field in holder.inv_freq:
-        return holder.inv_freq[site.field]
-    module = rebuilt(site)
-    return frequencies_of(Site(site.mechanism, site.name, module, site.config, site.label, site.field))
+@contextmanager
+def frequencies_given_back(sites: list[Site]) -> Iterator[None]:
+    """Sites have, after a block, the frequencies and the very tensors that they had before."""
+    kept = [(site, *present(site), tensors_of(site.module)) for site in sites]
+    held = [mechanisms.holder_of(site.module) is not None for site in sites]
+    try:
+        yield
+    finally:
+        for (site, change, rows, tensors), was_held in zip(kept, held, strict=True):
+            if was_held:
+                mechanisms.write(site, change, rows)
+                continue
+            mechanisms.restore(site)
+            for store, name, tensor, value in tensors:
+                tensor.copy_(value)
+                store[name] = tensor
 
 
-def angles(subject: Subject) -> Finding:
-    """Whether frequencies have kept their 24 bits: an error of theirs grows with the position.
-
-    Raises:
-        NotApplicableError: no rotary module with frequencies.
-    """
-    sites = [site for site in subject.rotary if mechanisms.keeper_of(site) is rotary]
-    if not sites:
-        raise NotApplicableError("The rotation comes from a table of sines and cosines, which holds no frequencies.")
-    rounded, worst = {}, 0.0
-    for site in sites:
-        live, exact = frequencies_of(site), exact_frequencies(site)
-        kind = rounded_to(live, exact)
-        if kind is not None:
-            rounded[str(site)] = kind
-            worst = max(worst, float((live - exact).abs().max()) * (subject.target - 1))
-    measured = {"rounded": rounded, "angle_error_at_target": worst}
-    if not rounded:
-        return Finding("angles", OK, measured, "The frequencies have the precision of float32.")
-    return Finding(
-        "angles",
-        WRONG,
-        measured,
-        f"The frequencies of {quoted(rounded)} were rounded to {sorted(set(rounded.values()))[0]}: at position "
-        f"{subject.target - 1} an angle is off by {worst:.2g} radians.",
-        "Load with `from_pretrained(..., dtype=...)` in place of `.to(dtype)` or `.half()`, which round buffers, or "
-        "patch the model before you cast it.",
-    )
-
-
-def rounded_to(live: Tensor, exact: Tensor) -> str | None:
-    """Name of the 16 bit type that frequencies were rounded to; None for none."""
-    if live.shape != exact.shape or torch.equal(live.float(), exact.float()):
-        return None
-    return next((name for name, kind in HALVES.items() if torch.equal(live, exact.to(kind).double())), None)
-
-
-def turns(subject: Subject) -> Finding:
-    """Whether cos and sin at positions up to T are those of the module's own frequencies.
-
-    Raises:
-        NotApplicableError: no rotary module whose output can be read.
-    """
-    length, known = subject.short_length, subject.trained_length or subject.target
-    spread = {0, 1, 2, 7, known // 2, known - 1, known, known + 1, length // 2, length - 2, length - 1}
-    positions = sorted(position for position in spread if 0 <= position < length)
-    errors: dict[str, float] = {}
-    for site in subject.rotary:
-        wrong = turning_errors(site, positions)
-        if wrong is not None:
-            errors[str(site)] = float(wrong.max())
-            first = next((p for p, error in zip(positions, wrong.tolist(), strict=True) if error > 0), None)
-            if first is not None:
-                return Finding(
-                    "turns",
-                    WRONG,
-                    {"errors": errors, "first_wrong_position": first, "positions": positions},
-                    f"{site} gives cos and sin at position {first} that are not those of its frequencies (positions "
-                    "cut off, repeated or taken from elsewhere).",
-                    "Look for a wrapper or a cache of cos and sin around this module that was made for shorter text.",
-                )
-    if not errors:
-        raise NotApplicableError("The cos and sin of the rotary modules cannot be read from outside.")
-    return Finding("turns", OK, {"errors": errors, "positions": positions}, "Every angle is position times frequency.")
-
-
-def turning_errors(site: Site, positions: list[int]) -> Tensor | None:
-    """[P], by how much cos is off at each position where it is by more than rounding, else 0; None if unreadable."""
+def present(site: Site) -> tuple[RotaryChange, int]:
+    """What writes a site as it is now: its frequencies, and the rows of its table if it has one."""
     spectrum = mechanisms.read_spectrum(site, 1)
-    live = frequencies_of(site) if mechanisms.keeper_of(site) is rotary else spectrum.inv_freq
-    expected = (torch.tensor(positions).double()[:, None] * live).cos() * spectrum.attention_scaling  # [P, F]
-    found = cosines(site, positions, torch.float32)
-    if found is None:
-        return None
-    repeats = found.shape[-1] // expected.shape[-1]
-    wanted = expected.repeat(1, repeats).sort().values
-    off = (found.sort().values - wanted).abs().amax(dim=-1)
-    off = off.reshape(-1, len(positions)).amax(dim=0)
-    rounding = 4 * torch.finfo(torch.float32).eps * torch.tensor(positions) + half_table(site)
-    return torch.where(off > 1e-3 + rounding, off, 0.0)
+    return RotaryChange(spectrum.inv_freq, spectrum.attention_scaling), len(getattr(site.module, site.field))
 
 
-def half_table(site: Site) -> float:
-    """Rounding of sines and cosines that are kept in a table, 0 for frequencies."""
-    values = getattr(site.module, site.field)
-    return 0.0 if mechanisms.keeper_of(site) is rotary else 4 * torch.finfo(values.dtype).eps
+def tensors_of(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
+    """Where each tensor of a module stands, its name, itself and its value."""
+    stores: tuple[dict[str, Any], ...] = (module._buffers, module._parameters)
+    return [
+        (store, name, tensor, tensor.clone())
+        for store in stores
+        for name, tensor in store.items()
+        if tensor is not None
+    ]
 
 
-def cosines(site: Site, positions: list[int], dtype: torch.dtype) -> Tensor | None:
-    """[..., P, F or 2F] float64, the first output of a rotary module that can be its cos; None where none can be."""
-    width = mechanisms.read_spectrum(site, 1).inv_freq.numel()
-    module = site.module
-    if any(True for _ in module.parameters(recurse=False)) or mechanisms.keeper_of(site) is not rotary:
-        return None  # learned numbers of its own have a part in how it turns; a table is read with text
-    device = getattr(module, site.field).device
-    ids = torch.tensor([positions], device=device)
-    takes_label = site.label and "layer_type" in inspect.signature(module.forward).parameters
-    named = {"layer_type": site.label} if takes_label else {}
-    try:
-        with unmoved([site]):
-            output = module(torch.zeros(1, len(positions), 1, device=device, dtype=dtype), ids, **named)
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-        return None
-    outputs = output if isinstance(output, tuple) else (output,)
-    tensors = [(each.real if each.is_complex() else each) for each in outputs if torch.is_tensor(each)]
-    fitting = [each for each in tensors if each.shape[-2:] in ((len(positions), width), (len(positions), 2 * width))]
-    return closest_to_cosine(fitting) if fitting else None
-
-
-def closest_to_cosine(tensors: list[Tensor]) -> Tensor:
-    """The one that is largest at its first position, where angles are 0 if that position is 0."""
-    return max(tensors, key=lambda each: float(each[..., 0, :].sum())).detach().double().cpu()
-
-
-def channels(subject: Subject) -> Finding:
-    """Channel pairs that meet angles at T that they have never met within N.
-
-    A channel that completes a turn within N has met every angle; one that does not meets new ones beyond.
+def rotations(owner: PreTrainedModel, sites: list[Site]) -> tuple[dict[str, int | None], int]:
+    """Path of each module that rotates -> how many times (None: in no way that is understood), and all that there are.
 
     Raises:
-        NotApplicableError: no rotary module with frequencies, or N is not known.
+        NotApplicableError: the model cannot run on token ids alone.
     """
-    if subject.trained_length is None:
-        raise NotApplicableError("The config does not say for how many tokens the model was trained.")
-    length, target = subject.trained_length, subject.target
-    sites = [site for site in subject.rotary if mechanisms.keeper_of(site) is rotary]
-    if not sites:
-        raise NotApplicableError("The rotation comes from a table of sines and cosines, which holds no frequencies.")
-    counts = {str(site): unseen(site, length, target) for site in sites}
-    measured = {"unseen": counts, "trained_length": length, "target_length": target}
-    if not any(counts.values()):
-        return Finding("channels", OK, measured, f"Up to {target} tokens no channel meets an angle that is new to it.")
-    return Finding(
-        "channels",
-        NOTE,
-        measured,
-        f"{max(counts.values())} channel pairs meet angles before token {target} that they never met within {length}.",
-        "Tune the model at this length, or choose a method that interpolates these channels (`pi`, `yarn`).",
-    )
+    chosen = [layouts.chosen_frequencies(site, place / len(sites)) for place, site in enumerate(sites)]
+    try:
+        still = layouts.watch(owner, sites, [torch.zeros_like(each) for each in chosen])
+        turned = layouts.watch(owner, sites, chosen)
+    except PatchError as error:
+        raise NotApplicableError(str(error)) from error
+    names = {module: name for name, module in owner.named_modules()}
+    moved = [module for module in still if not torch.equal(still[module].key, turned[module].key)]
+    angles = [layouts.angles_of(owner, each) for each in chosen]
+    return {names[module]: times(module, still[module], turned[module], angles) for module in moved}, len(still)
 
 
-def unseen(site: Site, length: int, target: int) -> int:
-    """Channel pairs that turn further by T than they ever did by N, without having completed a turn."""
-    holder = mechanisms.holder_of(site.module)
-    live = mechanisms.read_spectrum(site, length).inv_freq
-    trained = holder.buffers.get(site.field) if holder is not None else None
-    before = live if trained is None or trained.is_meta else trained.detach().cpu().double()
-    reached, known = live * (target - 1), before * (length - 1)
-    return int(((known < 2 * math.pi) & (reached > known * (1 + 1e-6))).sum())
+def times(module: nn.Module, still: Heads, turned: Heads, angles: list[torch.Tensor]) -> int | None:
+    """How many times a module turns by the angles of one of the sites; None for none that is understood."""
+    for count in TIMES:
+        for each in angles:
+            try:
+                if layouts.layout_of(module, still, turned, count * each, [], last=True) is not None:
+                    return count
+            except PatchError:
+                continue
+    return None

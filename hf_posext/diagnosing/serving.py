@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posext import mechanisms
 from hf_posext.diagnosing.finding import NOTE, OK, WRONG, Finding, NotApplicableError
 from hf_posext.diagnosing.subject import Subject, apart, first_of
 from hf_posext.mechanisms.rotary import LENGTH_DEPENDENT, rope_type
@@ -91,7 +92,7 @@ def padding(subject: Subject) -> Finding:
     measured: dict[str, Any] = {"difference": apart(alone, by_itself)}
     if by_ids is not None:
         measured["difference_with_position_ids"] = apart(alone, by_ids)
-    return padding_finding(measured, 10 * subject.noise)
+    return padding_finding(measured, 10 * subject.noise, any(map(mechanisms.has_rows, subject.sites)))
 
 
 def padded(subject: Subject, ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -110,11 +111,22 @@ def padded(subject: Subject, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     return by_itself, subject.read(text, attention_mask=mask, position_ids=places)[:, PADDING:]
 
 
-def padding_finding(measured: dict[str, Any], most: float) -> Finding:
-    """What the differences mean: `difference` by itself, and the other one with `position_ids`."""
+def padding_finding(measured: dict[str, Any], most: float, has_table: bool) -> Finding:
+    """What the differences mean.
+
+    Args:
+        measured: `difference` by itself, and the other one with `position_ids` where the model takes them.
+        most: what rounding may make of them.
+        has_table: whether rows are added for positions, which padding moves in models that number slots. Distances
+            between tokens are the same behind padding.
+    """
+    by_ids = measured.get("difference_with_position_ids")
     if measured["difference"] <= most:
         return Finding("padding", OK, measured, "A row that is padded on the left is read as alone.")
-    if measured.get("difference_with_position_ids", 2 * most) <= most:
+    if has_table and by_ids is None:
+        meaning = "Padding on the left moves positions: the model numbers slots, and takes no `position_ids`."
+        return Finding("padding", NOTE, measured, meaning, "Pad on the right.")
+    if has_table and by_ids is not None and by_ids <= most:
         return Finding(
             "padding",
             NOTE,
@@ -126,6 +138,7 @@ def padding_finding(measured: dict[str, Any], most: float) -> Finding:
         "padding",
         WRONG,
         measured,
-        "A row that is padded on the left is not read as alone, whatever `position_ids` it is given.",
-        "Pad on the right or not at all, and look for positions that are made from the width of the tensor.",
+        "A row that is padded on the left is not read as alone.",
+        "Pad on the right or not at all; look for a mask that is dropped, or positions that are made from the width "
+        "of the tensor.",
     )

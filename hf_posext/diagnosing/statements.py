@@ -10,7 +10,7 @@ import torch
 from hf_posext import mechanisms
 from hf_posext.contract import Site
 from hf_posext.diagnosing.finding import NOTE, OK, WRONG, Finding, NotApplicableError
-from hf_posext.diagnosing.rotation import frequencies_of, rebuilt
+from hf_posext.diagnosing.frequencies import frequencies_of, rebuilt
 from hf_posext.diagnosing.subject import Subject
 from hf_posext.errors import quoted
 from hf_posext.mechanisms import rotary
@@ -18,8 +18,6 @@ from hf_posext.native import RELATIVE_TOLERANCE
 from hf_posext.writing import STATE
 
 UNLIMITED = 10**9  # tokenizers without a limit give a number beyond all lengths
-IN_CONFIG = ("unchanged", "weights", None)
-"""`PatchRecord.native` of patches that `rope_parameters` say nothing about."""
 
 
 def patch(subject: Subject) -> Finding:
@@ -69,11 +67,12 @@ def config(subject: Subject) -> Finding:
     Raises:
         NotApplicableError: there are none, or the patch has no words in the config.
     """
-    if subject.in_force and subject.record is not None and subject.record.native in IN_CONFIG and is_live(subject):
+    sites, record = subject.with_frequencies, subject.record
+    if record is not None and record.native is None and is_live(subject):
         raise NotApplicableError("The frequencies are those of a patch that the config has no words for.")
     different = {}
-    for site in subject.rotary:
-        found = disagreement(subject, site) if mechanisms.keeper_of(site) is rotary else None
+    for site in sites:
+        found = disagreement(subject, site)
         if found is not None:
             different[str(site)] = found
     if different:

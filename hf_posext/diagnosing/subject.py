@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_posext import mechanisms
+from hf_posext.attention.reading import adapters
 from hf_posext.contract import Site
 from hf_posext.diagnosing.finding import NotApplicableError
 from hf_posext.evaluation.forwards import device_of, evaluating
@@ -25,6 +26,7 @@ from hf_posext.records import PatchRecord, record_of
 from hf_posext.spans import length_of
 
 TOKENS = 12  # of the texts that checks read, where a model can read so many
+ROOM = 64  # tokens that a model is taken to read where nothing says how many
 FIRST_TEXT_TOKEN = 5  # lower ids are often padding, begin, end and mask
 
 
@@ -84,6 +86,20 @@ class Subject:
         return found
 
     @property
+    def with_frequencies(self) -> list[Site]:
+        """Rotary sites that hold frequencies.
+
+        Raises:
+            NotApplicableError: none.
+        """
+        found = [site for site in self.rotary if not mechanisms.is_finite(site)]
+        if not found:
+            raise NotApplicableError(
+                "The rotation comes from a table of sines and cosines, which holds no frequencies."
+            )
+        return found
+
+    @property
     def tables(self) -> list[Site]:
         """Tables of rows that are added to the hidden states.
 
@@ -97,12 +113,17 @@ class Subject:
 
     @property
     def short_length(self) -> int:
-        """Tokens up to which nothing switches with the length: less than T where a checkpoint's own type does."""
-        lengths = [self.target]
-        if any(site.mechanism == "rotary" and rope_type(site) in LENGTH_DEPENDENT for site in self.sites):
-            lengths.append(self.trained_length or self.target)
-        lengths += [mechanisms.short_length(site) or self.target for site in self.sites if site.mechanism == "rotary"]
-        return min(lengths)
+        """Tokens that can be read before anything switches with the length: T, or less by a checkpoint's own type."""
+        room = self.usable_length or ROOM
+        rotary = [site for site in self.sites if site.mechanism == "rotary"]
+        if any(rope_type(site) in LENGTH_DEPENDENT for site in rotary):
+            room = min(room, self.trained_length or room)
+        return min([room, *(mechanisms.short_length(site) or room for site in rotary)])
+
+    @property
+    def acts_in_attention(self) -> bool:
+        """Whether a patch does something to queries, keys or logits as attention is entered."""
+        return bool(adapters(self.root))
 
     @cached_property
     def accepted(self) -> Mapping[str, inspect.Parameter]:
@@ -117,7 +138,8 @@ class Subject:
     def owners(self) -> list[PreTrainedModel]:
         """The sub-models that own the sites, each once."""
         mine = {id(site.module) for site in self.sites}
-        return list({id(each.owner): each.owner for each in scoped_modules(self.root) if id(each.module) in mine}.values())
+        found = [each.owner for each in scoped_modules(self.root) if id(each.module) in mine]
+        return list({id(owner): owner for owner in found}.values())
 
     def text(self, length: int = TOKENS, first: int = FIRST_TEXT_TOKEN) -> Tensor:
         """[1, L] token ids, the same each time, none of them padding, no two neighbours alike."""
@@ -195,8 +217,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with torch.no_grad(), torch.random.fork_rng(devices=every_gpu), evaluating(model):
         torch.manual_seed(0)
         yield
-
-
-def own_config(subject: Subject) -> PreTrainedConfig:
-    """The config of the text part."""
-    return subject.root.config.get_text_config(decoder=True)

@@ -6,18 +6,17 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_posext import mechanisms
 from hf_posext.contract import Site
 from hf_posext.diagnosing.finding import NOTE, OK, WRONG, Finding, NotApplicableError
-from hf_posext.diagnosing.rotation import cosines
+from hf_posext.diagnosing.frequencies import cosines
 from hf_posext.diagnosing.subject import Subject
 from hf_posext.errors import quoted
 from hf_posext.lengths import stated_length
 from hf_posext.mechanisms import rotary
-from hf_posext.mechanisms._scope import scoped_modules
-from hf_posext.mechanisms.learned import is_vocabulary
 
 FAINT = 0.01  # of the norm of a token's embedding: below the rounding of 16 bits
 FEW = 0.1  # of all positions
@@ -31,10 +30,9 @@ def rows(subject: Subject) -> Finding:
     Raises:
         NotApplicableError: no such table, or the model cannot run on token ids alone.
     """
-    found = looked_up(subject)
-    if not found:
+    counts = looked_up(subject)
+    if not counts:
         raise NotApplicableError("No table of the model is looked up by position.")
-    counts = {name: len(module.weight) for name, module in found.items()}
     stated = stated_length(subject.root.config)
     measured = {"rows": counts, "stated_length": stated}
     short = [name for name, count in counts.items() if count < stated]
@@ -49,24 +47,31 @@ def rows(subject: Subject) -> Finding:
     return Finding("rows", OK, measured, "Every position that the config allows has a row.")
 
 
-def looked_up(subject: Subject) -> dict[str, nn.Embedding]:
-    """Path of each embedding that a text takes one row after the other from."""
-    taken: dict[str, nn.Embedding] = {}
-    handles = []
-    for each in scoped_modules(subject.root):
-        if isinstance(each.module, nn.Embedding) and each.is_text and not is_vocabulary(each):
+class LookUps(TorchFunctionMode):
+    """Notes the tables that a forward takes one row after the other from, whatever module does it.
 
-            def note(module: Any, args: tuple[Any, ...], name: str = each.name) -> None:
-                if args and torch.is_tensor(args[0]) and is_run(args[0]):
-                    taken[name] = module
+    Attributes:
+        tables: those, by the address of their first element, with their rows.
+    """
 
-            handles.append(each.module.register_forward_pre_hook(note))
-    try:
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.embedding and is_run(args[1]):
+            self.tables[args[0].data_ptr()] = len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def looked_up(subject: Subject) -> dict[str, int]:
+    """Path of each table that a text takes one row after the other from, or that is known for one -> its rows."""
+    known = [site for site in subject.sites if mechanisms.has_rows(site)]
+    with LookUps() as seen:
         subject.run(subject.text())
-    finally:
-        for handle in handles:
-            handle.remove()
-    return taken
+    names = {value.data_ptr(): name.rpartition(".")[0] for name, value in subject.root.named_parameters()}
+    found = {names[address]: rows for address, rows in seen.tables.items() if address in names}
+    return {**{str(site): len(getattr(site.module, site.field)) for site in known}, **found}
 
 
 def is_run(ids: Tensor) -> bool:

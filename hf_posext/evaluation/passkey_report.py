@@ -52,7 +52,8 @@ class PasskeyReport(Report):
     Attributes:
         protocol: every setting, `filler`, `decoding`, and `digest`, a fingerprint of the trials.
         cells: per arm, length and depth.
-        gates: arm -> its accuracy within the trained length (`correct`, `trials`, `accuracy`, `low`, `high`).
+        gates: arm -> its accuracy at the longest length within N (`context_length`, `correct`, `trials`, `accuracy`,
+            `low`, `high`); of the model without its patch it is called `none`.
         records: arm -> patch record as plain data, None for an unpatched model.
         trained_length: N in tokens, None where it is not known.
         notes: what a reader must know beside the numbers.

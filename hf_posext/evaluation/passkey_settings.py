@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from hf_posext.arguments import check_choice, check_length
+from hf_posext.arguments import as_float, check_choice, check_length
 from hf_posext.errors import unknown
 from hf_posext.evaluation.protocols import BARS, check_count
 from hf_posext.evaluation.retrieval_sources import WORDINGS
@@ -84,9 +84,9 @@ def check_share(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"`{name}` must be from 0 to 1, got {value!r} of type {type(value).__name__}.")
-    if not 0 <= value <= 1:
+    if not 0 <= as_float(value) <= 1:
         raise ValueError(f"`{name}` must be from 0 to 1, got {value!r}.")
-    return float(value)
+    return as_float(value)
 
 
 def _listed(name: str, values: object, example: str) -> list[object]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def passkey_table(report: PasskeyReport) -> RenderableType:
-    """Arms and depths x context lengths, each cell the accuracy and its interval; below it what was asked, and notes."""
+    """Arms and depths x context lengths, each cell the accuracy and its interval; below it what was asked."""
     lengths = report.protocol["context_lengths"]
     cells = {(row["arm"], row["depth"], row["context_length"]): row for row in report.rows}
     table = Table("arm", "depth", *(Column(str(length), justify="right") for length in lengths))
@@ -50,7 +50,8 @@ def _caption(report: PasskeyReport) -> list[str]:
         if record is not None
     ]
     gates = ", ".join(f"{arm} {_cell(gate)}" for arm, gate in report.gates.items())
-    within = f"within the trained length (gate {protocol['gate']:g}): {gates}"
+    place = next((gate["context_length"] for gate in report.gates.values()), None)
+    within = f"within the trained length, at {place} tokens (gate {protocol['gate']:g}): {gates}"
     return [", ".join(about), *arms, *([within] if gates else [])]
 
 

@@ -18,6 +18,7 @@ from hf_posext.evaluation.retrieval import LANDMARK_FILLER, Source, no_text
 
 WORDINGS = ("auto", "plain", "landmark")
 GIVEN, PROSE, SENTENCES, RANDOM = "documents", "embedded prose", "sentences of the Landmark paper", "random tokens"
+ENOUGH = 2**16  # random tokens of filler before they come again
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -48,7 +49,6 @@ def source_of(
     wording: str | None,
     bos: str,
     text_column: str,
-    longest: int,
     seed: int,
 ) -> tuple[Source, str]:
     """Where trials get their tokens from, and the name of their filler.
@@ -60,7 +60,6 @@ def source_of(
         wording: of a passkey, resolved; None for the other probes.
         bos: `auto`, `none` or `every`.
         text_column: of the documents.
-        longest: context length in tokens, which random filler covers twice.
         seed: of random filler.
 
     Raises:
@@ -72,7 +71,7 @@ def source_of(
     if documents is not None:
         name, texts = GIVEN, read_documents(documents, tokenizer, text_column=text_column)
     elif tokenizer is None:
-        name, texts = RANDOM, [random.Random(seed).choices(words, k=2 * longest)]
+        name, texts = RANDOM, read_documents([random.Random(seed).choices(words, k=ENOUGH)])
     elif wording == "landmark":
         name, texts = SENTENCES, read_documents([LANDMARK_FILLER], tokenizer)
     else:
