@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posext import functional
+    from hf_posext.diagnosis import DiagnosisReport, diagnose
     from hf_posext.errors import NoSiteError, PatchError, TrainingError
+    from hf_posext.evaluation.comparison import compare
+    from hf_posext.evaluation.comparison_report import ComparisonReport
+    from hf_posext.evaluation.longppl import LongPplReport, longppl
+    from hf_posext.evaluation.passkey import PasskeyReport, passkey
     from hf_posext.evaluation.perplexity import PerplexityReport, perplexity
     from hf_posext.evaluation.pseudo_perplexity import PseudoPerplexityReport, pseudo_perplexity
     from hf_posext.freezing import fixed_length, scale_for
@@ -23,15 +28,21 @@ if TYPE_CHECKING:
 
 # Name -> module that defines it; imported on first use, so that `import hf_posext` costs nothing.
 _WHERE = {
+    "ComparisonReport": "evaluation.comparison_report",
+    "DiagnosisReport": "diagnosis",
     "FinetuneConfig": "training.config",
     "FinetuneResult": "training.result",
+    "LongPplReport": "evaluation.longppl",
     "NoSiteError": "errors",
+    "PasskeyReport": "evaluation.passkey",
     "PatchError": "errors",
     "PatchRecord": "records",
     "PerplexityReport": "evaluation.perplexity",
     "PositionReport": "inspection",
     "PseudoPerplexityReport": "evaluation.pseudo_perplexity",
     "TrainingError": "errors",
+    "compare": "evaluation.comparison",
+    "diagnose": "diagnosis",
     "export_config": "loading",
     "finetune": "training.finetune",
     "fixed_length": "freezing",
@@ -39,6 +50,8 @@ _WHERE = {
     "inspect_model": "inspection",
     "list_methods": "inspection",
     "load_pretrained": "loading",
+    "longppl": "evaluation.longppl",
+    "passkey": "evaluation.passkey",
     "patch_model": "patching",
     "patched": "patching",
     "perplexity": "evaluation.perplexity",
@@ -52,15 +65,21 @@ _WHERE = {
 }
 
 __all__ = [
+    "ComparisonReport",
+    "DiagnosisReport",
     "FinetuneConfig",
     "FinetuneResult",
+    "LongPplReport",
     "NoSiteError",
+    "PasskeyReport",
     "PatchError",
     "PatchRecord",
     "PerplexityReport",
     "PositionReport",
     "PseudoPerplexityReport",
     "TrainingError",
+    "compare",
+    "diagnose",
     "export_config",
     "finetune",
     "fixed_length",
@@ -69,6 +88,8 @@ __all__ = [
     "inspect_model",
     "list_methods",
     "load_pretrained",
+    "longppl",
+    "passkey",
     "patch_model",
     "patched",
     "perplexity",

@@ -139,6 +139,6 @@ def outcome(check: Check, subject: Subject) -> Finding:
         return Finding(name, NOT_APPLICABLE, meaning=str(reason))
     except Exception as error:  # a check must not keep the others from running on a model that nobody foresaw
         logger.debug("The check %s failed", name, exc_info=error)
-        reason = " ".join(str(error).split())
-        meaning = f"The check could not run on this model ({type(error).__name__}: {reason})."
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        meaning = f"The check could not run on this model ({why})."
         return Finding(name, NOT_APPLICABLE, meaning=meaning, action="Report the model.")

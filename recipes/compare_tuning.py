@@ -8,21 +8,23 @@
 
 Each cell tunes the model anew for 4 times its trained length, on 2,048 tokens a step: `lora` on the projections of
 queries and keys, `lora_plus` with norms and embeddings as well, both on windows of 1,024 tokens, and `pose`, which is
-`lora_plus` on windows of 256 tokens with skipped positions. A cell that is done is not done again. It prints a table in
+`lora_plus` on windows of 256 tokens with skipped positions. A cell that is done is not done again. It prints tables in
 Markdown: perplexity of the last 128 tokens before two endpoints of each of twelve held-out books, with 95 % intervals
-over books. About an hour on one core.
+over books, and paired differences. About an hour on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_posext import FinetuneConfig, finetune
+from hf_posext import FinetuneConfig, PerplexityReport, finetune
 from hf_posext.demo import held_out_documents, load_demo, training_documents
 
 TRAINED, TARGET = 256, 1024
@@ -105,6 +107,26 @@ def table(cells: dict[tuple[str, str], dict[str, Any]], methods: list[str], reci
     return "\n".join(lines)
 
 
+def renamed(found: dict[str, Any], method: str, recipe: str) -> PerplexityReport:
+    """What a cell measured after tuning, under the name of its recipe."""
+    report = PerplexityReport.from_dict(found)
+    tuned = [each for each in report.measurements if each.arm == f"{method}, tuned"]
+    bar = [each for each in report.measurements if each.arm == "truncate"]
+    return replace(report, measurements=[*(replace(each, arm=recipe) for each in tuned), *bar], records={})
+
+
+def pairs(cells: dict[tuple[str, str], dict[str, Any]], methods: list[str], recipes: list[str]) -> str:
+    """Paired differences at T in Markdown, nats per token: each recipe to truncating, and to the recipe before it."""
+    steps = [("truncate", recipe) for recipe in recipes] + list(pairwise(recipes))
+    lines = [f"| method | {' | '.join(f'{new} - {old}' for old, new in steps)} |", "|---" * (len(steps) + 1) + "|"]
+    for method in methods:
+        joined = PerplexityReport.join(renamed(cells[method, recipe], method, recipe) for recipe in recipes)
+        found = [joined.difference(new, old, TARGET) for old, new in steps]
+        numbers = [f"{each['difference']:+.3f} [{each['low']:+.3f}, {each['high']:+.3f}]" for each in found]
+        lines.append(f"| `{method}` | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Runs all cells and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,7 +142,7 @@ def main() -> None:
         for method in arguments.methods:
             cells[method, recipe] = run_cell(method, recipe, arguments.out, arguments.steps)
             print(f"{method} {recipe}: {cell(cells[method, recipe], f'{method}, tuned', TARGET)}", flush=True)
-    text = table(cells, arguments.methods, arguments.recipes)
+    text = "\n\n".join(make(cells, arguments.methods, arguments.recipes) for make in (table, pairs))
     (arguments.out / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -9,6 +9,7 @@ import hf_posext
 PROMISED = [
     "patch_model", "unpatch_model", "patched", "inspect_model", "list_methods", "load_pretrained", "perplexity",
     "pseudo_perplexity", "finetune", "FinetuneConfig", "FinetuneResult", "gate_adapter",
+    "compare", "passkey", "diagnose",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posext.cli import demo, evaluate, finetune, inspect, methods, patch
+from hf_posext.cli import compare, demo, diagnose, evaluate, finetune, inspect, methods, passkey, patch, plot
 from hf_posext.errors import PatchError, TrainingError
 
 BAD_INPUT = 2  # exit code, as for usage errors
@@ -29,7 +29,11 @@ app.command("inspect")(inspect.run)
 app.command("methods")(methods.run)
 app.command("patch")(patch.run)
 app.command("eval")(evaluate.run)
+app.command("passkey")(passkey.run)
+app.command("compare")(compare.run)
 app.command("finetune")(finetune.run)
+app.command("diagnose")(diagnose.run)
+app.command("plot")(plot.run)
 
 
 def show_version(asked: bool) -> None:

@@ -19,7 +19,6 @@ from hf_posext.reports import TEXT_WIDTH, plain, write_atomically
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_posext.evaluation.perplexity import PerplexityReport
 
 DEMO = "demo:"
 
@@ -179,8 +178,8 @@ def as_json(data: Mapping[str, Any]) -> str:
     return json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False)
 
 
-def write_report(report: PerplexityReport, data: Mapping[str, Any], out: Path) -> list[Path]:
-    """Writes the data and the plot of a report into a folder, as report.json and plot.png."""
+def write_report(report: Any, data: Mapping[str, Any], out: Path) -> list[Path]:
+    """Writes the data and the plot of a report that has one into a folder, as report.json and plot.png."""
     out.mkdir(parents=True, exist_ok=True)
     written = [out / "report.json", out / "plot.png"]
     write_atomically(written[0], as_json(data) + "\n")

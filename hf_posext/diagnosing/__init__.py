@@ -1,1 +1,1 @@
-"""The checks of `diagnose`, by what they look at: statements, rotary modules, tables, a text, and how a text is served."""
+"""The checks of `diagnose`: what is said, rotary modules, tables, order, position off, and how a text is served."""

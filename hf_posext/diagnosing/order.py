@@ -85,8 +85,14 @@ def order_finding(subject: Subject, measured: dict[str, Any], in_effect: bool, d
         )
     relative = [site for site in subject.sites if site.mechanism in IN_ATTENTION and not mechanisms.is_off(site)]
     if deaf and relative:
-        meaning = f"{len(deaf)} of {len(measured['layer_input_shuffled'])} layers read no position of their own."
-        return Finding("order", NOTE, measured, meaning, "Expected where the architecture has layers without position.")
+        return Finding(
+            "order",
+            NOTE,
+            measured,
+            f"{len(deaf)} of {len(measured['layer_input_shuffled'])} layers read no position of their own that shows "
+            "above rounding.",
+            "Expected where the architecture has layers without position; in 16 bits, load in float32 to be sure.",
+        )
     return Finding("order", OK, measured, "The order of tokens matters.")
 
 

@@ -7,18 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posext import layouts, mechanisms
 from hf_posext.attention.interface import ADAPTER, choose
 from hf_posext.configs import config_parts
-from hf_posext.contract import RotaryChange, Site
+from hf_posext.contract import Site
 from hf_posext.diagnosing.finding import NOTE, OK, WRONG, Finding, NotApplicableError
 from hf_posext.diagnosing.subject import Subject
 from hf_posext.errors import PatchError
 from hf_posext.layouts import Heads
 from hf_posext.mechanisms._scope import scoped_modules
+from hf_posext.probe import unmoved
 
 TIMES = (1, 2)
 
@@ -79,37 +80,25 @@ def watchable(owner: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def frequencies_given_back(sites: list[Site]) -> Iterator[None]:
-    """Sites have, after a block, the frequencies and the very tensors that they had before."""
-    kept = [(site, *present(site), tensors_of(site.module)) for site in sites]
-    held = [mechanisms.holder_of(site.module) is not None for site in sites]
-    try:
-        yield
-    finally:
-        for (site, change, rows, tensors), was_held in zip(kept, held, strict=True):
-            if was_held:
-                mechanisms.write(site, change, rows)
-                continue
-            mechanisms.restore(site)
-            for store, name, tensor, value in tensors:
-                tensor.copy_(value)
-                store[name] = tensor
+    """Rotary modules are, after a block, what they were before, with their patch where they had one."""
+    holders = [(site, mechanisms.holder_of(site.module)) for site in sites]
+    kept = [(dict(vars(site.module)), {} if holder is None else fields_of(holder)) for site, holder in holders]
+    with unmoved(sites):  # buffers that a patch of some layers does not hold
+        try:
+            yield
+        finally:
+            for (site, holder), (attributes, fields) in zip(holders, kept, strict=True):
+                if holder is None:
+                    mechanisms.restore(site)
+                else:
+                    vars(site.module).update(attributes)
+                    vars(holder).update(fields)
+                    holder.rewrite(site.module)
 
 
-def present(site: Site) -> tuple[RotaryChange, int]:
-    """What writes a site as it is now: its frequencies, and the rows of its table if it has one."""
-    spectrum = mechanisms.read_spectrum(site, 1)
-    return RotaryChange(spectrum.inv_freq, spectrum.attention_scaling), len(getattr(site.module, site.field))
-
-
-def tensors_of(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-    """Where each tensor of a module stands, its name, itself and its value."""
-    stores: tuple[dict[str, Any], ...] = (module._buffers, module._parameters)
-    return [
-        (store, name, tensor, tensor.clone())
-        for store in stores
-        for name, tensor in store.items()
-        if tensor is not None
-    ]
+def fields_of(holder: object) -> dict[str, Any]:
+    """What a holder keeps, in dicts of its own where these are written into."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(holder).items()}
 
 
 def rotations(owner: PreTrainedModel, sites: list[Site]) -> tuple[dict[str, int | None], int]:

@@ -68,7 +68,7 @@ def config(subject: Subject) -> Finding:
         NotApplicableError: there are none, or the patch has no words in the config.
     """
     sites, record = subject.with_frequencies, subject.record
-    if record is not None and record.native is None and is_live(subject):
+    if record is not None and (record.native == "weights" or (record.native is None and is_live(subject))):
         raise NotApplicableError("The frequencies are those of a patch that the config has no words for.")
     different = {}
     for site in sites:

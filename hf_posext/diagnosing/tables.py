@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_posext import mechanisms
@@ -59,8 +60,8 @@ class LookUps(TorchFunctionMode):
         self.tables: dict[int, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.embedding and is_run(args[1]):
-            self.tables[args[0].data_ptr()] = len(args[0])
+        if func is functional.embedding and is_run(args[0]):
+            self.tables[args[1].data_ptr()] = len(args[1])
         return func(*args, **(kwargs or {}))
 
 

@@ -49,19 +49,29 @@ class Selection:
     @classmethod
     def resolve(
         cls,
-        trained: int | None,
-        context_length: int,
-        *,
         short_length: int | None,
         stride: int | None,
         alpha: float,
         beta: float,
+        *,
+        trained: int | None,
+        context_length: int,
+        deepest: int,
     ) -> Self:
         """Completes and checks what was asked for.
 
+        Args:
+            short_length: in tokens; N if None.
+            stride: in tokens; a quarter of the short context if None.
+            alpha: in nats.
+            beta: in nats.
+            trained: N in tokens, where it is known.
+            context_length: of the long context in tokens.
+            deepest: tokens of the longest document.
+
         Raises:
             TypeError: a value of the wrong type.
-            ValueError: no short context, or one that is not shorter.
+            ValueError: no short context, one that is not shorter, or no document that is longer than it.
         """
         short = trained if short_length is None else check_length("short_length", short_length)
         if short is None:
@@ -71,21 +81,13 @@ class Selection:
                 f"`short_length` must be less than `context_length` {context_length}, got {short}: no token would have "
                 "more context. Lower it, or raise `context_length`."
             )
+        if deepest <= short:
+            raise ValueError(
+                f"A key token needs more than {short} tokens before it; the longest document has {deepest}. Lower "
+                "`short_length` or give longer documents."
+            )
         step = max(1, short // 4) if stride is None else check_length("stride", stride)
         return cls(short, step, check_number("alpha", alpha), check_number("beta", beta))
-
-    def check_depth(self, documents: Sequence[Tensor]) -> None:
-        """Refuses documents none of which is longer than the short context.
-
-        Raises:
-            ValueError: with the longest.
-        """
-        deepest = max(map(len, documents))
-        if deepest <= self.short_length:
-            raise ValueError(
-                f"A key token needs more than {self.short_length} tokens before it; the longest document has "
-                f"{deepest}. Lower `short_length` or give longer documents."
-            )
 
 
 def choose(

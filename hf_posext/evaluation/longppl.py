@@ -96,24 +96,22 @@ def longppl(
     if reference is not None and key_tokens is not None:
         raise ValueError("Give `reference` or `key_tokens`, not both: it would choose what is there already.")
     measured = identify(model, arm)
+    judge = model if reference is None else reference
     ids = read_documents(documents, tokenizer, text_column=text_column, max_documents=settings.max_documents)
-    for each in (model,) if reference is None else (model, reference):
-        check_causal(each)
-        check_vocabulary(ids, vocabulary(each))
+    check_readers((model, judge), ids)
     first, _ = resolve_bos(bos, "tail", tokenizer)
     windows, skipped = full_windows(ids, settings.longest, bos=first)
     if not windows:
         raise ValueError("No document has a token that can be scored: each needs two at least. Give longer documents.")
-    selection: dict[str, Any] = {"chosen_by": GIVEN}
     if key_tokens is not None:
-        masks = given_masks(key_tokens, ids, windows)
+        masks, selection = given_masks(key_tokens, ids, windows), {"chosen_by": GIVEN}
     else:
-        judge, by = (model, SELF) if reference is None else (reference, REFERENCE)
         asked = Selection.resolve(
-            measured.trained_length, settings.longest, short_length=short_length, stride=stride, alpha=alpha, beta=beta
-        )
-        asked.check_depth(ids)
-        masks, selection = choose(judge, windows, asked, settings, first, progress), {"chosen_by": by, **asdict(asked)}
+            short_length, stride, alpha, beta,
+            trained=measured.trained_length, context_length=settings.longest, deepest=max(map(len, ids)),
+        )  # fmt: skip
+        masks = choose(judge, windows, asked, settings, first, progress)
+        selection = {"chosen_by": SELF if reference is None else REFERENCE, **asdict(asked)}
     scores = score_plan(model, {settings.longest: windows}, settings, measured.name, progress)[settings.longest]
     keys = indices_of(masks, ids, windows)
     return LongPplReport(
@@ -130,6 +128,17 @@ def longppl(
         key_tokens=keys,
         selection=selection,
     )
+
+
+def check_readers(models: Iterable[nn.Module], documents: Sequence[Tensor]) -> None:
+    """Refuses models that are not causal, or that have no embedding for a token.
+
+    Raises:
+        ValueError: says what is wrong with which model or document.
+    """
+    for model in models:
+        check_causal(model)
+        check_vocabulary(documents, vocabulary(model))
 
 
 def key_measurement(

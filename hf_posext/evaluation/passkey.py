@@ -15,8 +15,7 @@ from hf_posext.evaluation.passkey_report import PasskeyReport
 from hf_posext.evaluation.passkey_settings import DEPTHS, GATE, ProbeSettings
 from hf_posext.evaluation.probing import Prober, add_bars, verdict
 from hf_posext.evaluation.protocols import HONEST
-from hf_posext.evaluation.retrieval import digest_of
-from hf_posext.evaluation.retrieval_sources import resolve_wording, source_of
+from hf_posext.evaluation.retrieval_sources import check_text, resolve_wording, source_of
 from hf_posext.evaluation.scoring import check_causal
 
 TEACHER = (
@@ -88,6 +87,7 @@ def passkey(
         wording=wording, bos=bos, bars=HONEST if bars is None else bars, gate=gate, batch_size=batch_size, seed=seed,
     )  # fmt: skip
     check_causal(model)
+    check_text(probe, tokenizer)
     measured = identify(model, arm)
     if settings.wording is not None:
         settings = replace(settings, wording=resolve_wording(settings.wording, tokenizer))
@@ -96,26 +96,17 @@ def passkey(
         wording=settings.wording, bos=bos, text_column=text_column, seed=seed,
     )  # fmt: skip
     prober = Prober(model, settings, source, measured, progress)
-    lengths = {*settings.context_lengths, prober.inside}
-    own = {length: prober.read(prober.trials(length), measured.name) for length in sorted(lengths)}
-    decoding = decoding_of(model)
+    own = prober.own()
     report = PasskeyReport(
-        protocol={
-            **asdict(settings),
-            "filler": filler,
-            "decoding": decoding,
-            "digest": digest_of(trial for length in settings.context_lengths for trial in prober.trials(length)),
-        },
+        protocol={**asdict(settings), "filler": filler, "decoding": decoding_of(model), "digest": prober.digest},
         cells=[cell for length in settings.context_lengths for cell in own[length]],
-        gates=prober.gate(measured.name, own[prober.inside]),
+        gates=prober.gate(measured.name, own),
         records=measured.records,
         trained_length=measured.trained_length,
         notes=measured.notes_beyond(settings.context_lengths),
     )
-    if decoding == FORCED:
+    if report.protocol["decoding"] == FORCED:
         report.notes.append(TEACHER.format(model=type(causal_lm(model)).__name__))
-    if not measured.is_patched:
-        prober.known |= own
     add_bars(report, prober)
     report.notes += verdict(report, measured.name)
     return report

@@ -61,6 +61,8 @@ class ProbeSettings:
         depths = _listed("depths", self.depths, "[0, 0.5, 1]")
         self._set("depths", sorted({check_share("depths", depth) for depth in depths}))
         self._set("gate", check_share("gate", self.gate))
+        if isinstance(self.bars, str):
+            raise TypeError(f"`bars` must be a list of names, got {self.bars!r}. Write bars=[{self.bars!r}].")
         for bar in self.bars:
             if bar not in BARS:
                 raise ValueError(unknown("bar", bar, BARS))

@@ -65,10 +65,10 @@ def _caption(report: PerplexityReport) -> list[str]:
         *known,
         "in brackets 95 % over documents",
     ]
-    return [", ".join(about), *_patches(report), *_against_bars(report)]
+    return [", ".join(about), *patches(report), *_against_bars(report)]
 
 
-def _patches(report: PerplexityReport) -> list[str]:
+def patches(report: PerplexityReport) -> list[str]:
     """What each arm was patched with; arms patched alike share a line."""
     arms: dict[str, list[str]] = {}
     for arm, record in report.records.items():
@@ -102,11 +102,11 @@ def _cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "-"
     if row["low"] is None:
-        return _number(row["perplexity"])
-    return f"{_number(row['perplexity'])}\n[{_number(row['low'])}, {_number(row['high'])}]"
+        return number(row["perplexity"])
+    return f"{number(row['perplexity'])}\n[{number(row['low'])}, {number(row['high'])}]"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Two decimals, none for thousands, an exponent for what is only large."""
     if not math.isfinite(value) or value >= 1e6:
         return f"{value:.1e}"

@@ -24,6 +24,7 @@ BAR_COLOURS = {"truncate": "#7f7f7f", "window": "#7f7f7f", "none": "#000000"}
 BAR_LINES = {"truncate": "--", "window": ":", "none": "--"}
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".pdf")
+DPI = 160
 MOST_BANDS = 3  # with more arms their bands cover one another, and error bars side by side are drawn instead
 DODGE = 0.03  # octaves between neighbouring arms then
 MOST_DODGE = 0.24  # octaves between the first arm and the last
@@ -64,20 +65,57 @@ def plot_pseudo_perplexity(report: PseudoPerplexityReport) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, dark: bool = False) -> None:
     """Writes a figure as PNG, SVG or PDF, whichever the suffix says; equal figures give equal bytes of SVG.
+
+    Args:
+        figure: it stays as it is.
+        path: of the file.
+        dark: for pages with a dark background: the same lines and words in light colours on nearly black.
 
     Raises:
         ValueError: another suffix.
     """
     import matplotlib
 
+    from hf_posext.evaluation.dark import darkened
+
+    metadata = {"Date": None} if check_suffix(path) == ".svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": "hf_posext"}):
+        (darkened(figure) if dark else figure).savefig(path, dpi=DPI, metadata=metadata)
+
+
+def check_suffix(path: str | os.PathLike[str]) -> str:
+    """The suffix of a file that a figure can be written to.
+
+    Raises:
+        ValueError: another one.
+    """
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"A figure is written as one of {', '.join(SUFFIXES)}, got {str(path)!r}.")
-    metadata = {"Date": None} if suffix == ".svg" else None
-    with matplotlib.rc_context({"svg.hashsalt": "hf_posext"}):
-        figure.savefig(path, dpi=160, metadata=metadata)
+    return suffix
+
+
+def mark_length(axes: Axes, tokens: float, words: str) -> None:
+    """A length in tokens as a vertical line with its words above it."""
+    axes.axvline(tokens, color="#999999", linewidth=1, linestyle=":", zorder=1)
+    axes.annotate(
+        words,
+        (tokens, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8,
+        color="#666666",
+    )
+
+
+def tidy(axes: Axes, grid: str = "y") -> None:
+    """Faint lines for reading values off, and no frame at the top and right."""
+    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _is_crowded(report: PerplexityReport) -> bool:
@@ -87,10 +125,10 @@ def _is_crowded(report: PerplexityReport) -> bool:
 
 def _draw_arms(axes: Axes, report: PerplexityReport, rows: list[dict[str, Any]], many: bool) -> None:
     """A line with its intervals for each arm, and N as a vertical line."""
-    methods = [arm for arm in report.arms if _bar_of(arm) is None]
+    methods = [arm for arm in report.arms if bar_of(arm) is None]
     for position, arm in enumerate(report.arms):
         own = [row for row in rows if row["arm"] == arm]
-        style = _style(arm, methods)
+        style = line_style(arm, methods)
         crowded = len(report.arms) > MOST_BANDS
         step = min(DODGE, MOST_DODGE / len(report.arms))
         shift = 2 ** ((position - (len(report.arms) - 1) / 2) * step) if crowded else 1.0
@@ -105,28 +143,18 @@ def _draw_arms(axes: Axes, report: PerplexityReport, rows: list[dict[str, Any]],
         )
         _draw_intervals(axes, places, own, style["color"], band=not crowded)
     if report.trained_length is not None:
-        axes.axvline(report.trained_length, color="#999999", linewidth=1, linestyle=":", zorder=1)
-        axes.annotate(
-            f"trained length {report.trained_length}",
-            (report.trained_length, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color="#666666",
-        )
+        mark_length(axes, report.trained_length, f"trained length {report.trained_length}")
 
 
-def _bar_of(arm: str) -> str | None:
+def bar_of(arm: str) -> str | None:
     """The bar that an arm is, also where it was renamed to `truncate (arm)`; None for a method."""
     name = arm.partition(" (")[0]
     return name if name in BAR_COLOURS else None
 
 
-def _style(arm: str, methods: list[str]) -> dict[str, Any]:
+def line_style(arm: str, methods: list[str]) -> dict[str, Any]:
     """Colour, marker and order of a line: bars broken and behind, the methods told apart by colour and by marker."""
-    bar = _bar_of(arm)
+    bar = bar_of(arm)
     if bar is not None:
         return {"color": BAR_COLOURS[bar], "linestyle": BAR_LINES[bar], "marker": ".", "zorder": 2}
     index, palette = methods.index(arm), FEW if len(methods) <= len(FEW) else MANY
@@ -166,5 +194,4 @@ def _label_axes(axes: Axes, report: PerplexityReport, title: str) -> None:
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(title)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)

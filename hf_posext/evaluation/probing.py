@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from hf_posext.evaluation.bars import LEFT_OUT, UNKNOWN_LENGTH, left_out
 from hf_posext.evaluation.forwards import LengthError
 from hf_posext.evaluation.passkey_report import Cell, PasskeyReport, share
 from hf_posext.evaluation.passkey_settings import ProbeSettings
-from hf_posext.evaluation.retrieval import Source, Trial, make_trials
+from hf_posext.evaluation.retrieval import Source, Trial, digest_of, make_trials
 from hf_posext.patching import patched, suspended
 
 VACUOUS = (
@@ -26,7 +27,10 @@ COST = (
     "At {length} tokens, within the trained length, `{arm}` finds {own:.2f} of the answers, the model without its "
     "patch {without:.2f}: the patch costs short text."
 )
-NO_GATE = "The config does not say a trained length, so it is not known whether the model can do this probe at all."
+NO_GATE = (
+    "No context length is known to be within the trained length and long enough for this probe, so it is not known "
+    "whether the model can do it at all."
+)
 
 
 @dataclass
@@ -50,11 +54,26 @@ class Prober:
     known: dict[int, list[Cell]] = field(default_factory=dict)
     made: dict[int, list[Trial]] = field(default_factory=dict)
 
+    @cached_property
+    def inside(self) -> int | None:
+        """The context length at which the model must be able to do the probe: the longest up to N, else N itself.
+
+        None where N is not known, or too short for the probe.
+        """
+        trained = self.measured.trained_length
+        shorter = [length for length in self.settings.context_lengths if trained is not None and length <= trained]
+        if trained is None or shorter:
+            return max(shorter, default=None)
+        try:
+            self.trials(trained)
+        except ValueError:
+            return None
+        return trained
+
     @property
-    def inside(self) -> int:
-        """The context length at which the model must be able to do the probe: the longest up to N, or N itself."""
-        trained, lengths = self.measured.trained_length, self.settings.context_lengths
-        return max((length for length in lengths if trained is None or length <= trained), default=trained or 0)
+    def digest(self) -> str:
+        """A fingerprint of the trials of all context lengths that were asked for."""
+        return digest_of(trial for length in self.settings.context_lengths for trial in self.trials(length))
 
     def trials(self, length: int) -> list[Trial]:
         """Those of one context length, made once."""
@@ -88,6 +107,14 @@ class Prober:
             for depth in self.settings.depths
         ]
 
+    def own(self) -> dict[int, list[Cell]]:
+        """The model as it is, at every context length and at the one inside N."""
+        lengths = sorted({*self.settings.context_lengths, self.inside or self.settings.longest})
+        found = {length: self.read(self.trials(length), self.measured.name) for length in lengths}
+        if not self.measured.is_patched:
+            self.known |= found
+        return found
+
     def unpatched(self, length: int) -> list[Cell]:
         """The model without its patch, given all; to be called while the patch is off."""
         if length not in self.known:
@@ -115,10 +142,9 @@ class Prober:
                 cells += [cell for length in beyond for cell in self.read(self.trials(length), name)]
         return [replace(cell, arm=name) for cell in cells]
 
-    def gate(self, name: str, cells: list[Cell]) -> dict[str, dict[str, Any]]:
-        """The accuracy of one arm at the length inside N, by its name; empty where N is not known."""
-        known = self.measured.trained_length is not None
-        return {name: {"context_length": self.inside, **share(cells)}} if known else {}
+    def gate(self, name: str, cells: Mapping[int, list[Cell]]) -> dict[str, dict[str, Any]]:
+        """The accuracy of one arm at the length inside N, by its name; empty where there is no such length."""
+        return {} if self.inside is None else {name: {"context_length": self.inside, **share(cells[self.inside])}}
 
 
 def add_bars(report: PasskeyReport, prober: Prober) -> None:
@@ -132,11 +158,12 @@ def add_bars(report: PasskeyReport, prober: Prober) -> None:
     bars = [bar for bar in prober.settings.bars if bar != "none" or is_patched]
     if trained is None:
         unknown = [bar for bar in bars if bar != "none"]
-        report.notes += [LEFT_OUT.format(bar=bar, reason=UNKNOWN_LENGTH) for bar in unknown] + [NO_GATE]
+        report.notes += [LEFT_OUT.format(bar=bar, reason=UNKNOWN_LENGTH) for bar in unknown]
         bars = [bar for bar in bars if bar not in unknown]
     if bars or report.vacuous:
         with suspended(prober.model):
-            inside = prober.unpatched(prober.inside)
+            if prober.inside is not None:
+                prober.unpatched(prober.inside)
             for bar in bars:
                 try:
                     report.cells += prober.bar(bar)
@@ -144,12 +171,14 @@ def add_bars(report: PasskeyReport, prober: Prober) -> None:
                     report.notes.append(left_out(bar, error))
                     continue
                 report.records[bar] = None
-                report.gates |= prober.gate(bar, inside)
-            report.gates |= prober.gate("none", inside) if is_patched else {}
+                report.gates |= prober.gate(bar, prober.known)
+            report.gates |= prober.gate("none", prober.known) if is_patched else {}
 
 
 def verdict(report: PasskeyReport, arm: str) -> list[str]:
     """Says that the probe is vacuous, or that the patch costs so much short text that only the original can do it."""
+    if report.vacuous is None:
+        return [NO_GATE]
     if report.vacuous:
         best = max(report.gates.values(), key=lambda gate: gate["accuracy"])
         where = {"length": best["context_length"], "accuracy": best["accuracy"]}

@@ -148,7 +148,7 @@ def copy(rng: random.Random, source: Source, room: int, depth: float, tokens: in
 
     Source: as `copy_sequence`.
     """
-    payload = string_length(tokens)
+    payload = string_length(room, tokens)
     lead = round(depth * _spare(room, 2 * payload))
     task = copy_sequence(
         rng,
@@ -169,7 +169,7 @@ def repeat(rng: random.Random, source: Source, room: int, depth: float, tokens: 
 
     Source: as `repeat_sequence`.
     """
-    shortest = string_length(tokens)
+    shortest = string_length(room, tokens)
     period = shortest + round((1 - depth) * _spare(room, 2 * shortest))
     task = repeat_sequence(rng.choices(source.vocabulary, k=period), room)
     return task.tokens[:-tokens], task.tokens[-tokens:]
@@ -218,18 +218,9 @@ def digest_of(trials: Iterable[Trial]) -> str:
     return state.hexdigest()[:16]
 
 
-def no_text(text: str) -> list[int]:
-    """In place of an encoder where there is no tokenizer.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(f"{text[:20]!r} is text, which needs a `tokenizer`; got None. Give it, or probe with `copy`.")
-
-
-def string_length(tokens: int) -> int:
-    """Tokens of a string whose last ones are asked for: enough before them to know what is being repeated."""
-    return max(STRING, UNSCORED_LEAD + tokens)
+def string_length(room: int, tokens: int) -> int:
+    """Tokens of a string whose last ones are asked for: a quarter of a short context, enough to know what is meant."""
+    return max(min(STRING, room // 4), UNSCORED_LEAD + tokens)
 
 
 def _number(rng: random.Random, digits: int) -> str:

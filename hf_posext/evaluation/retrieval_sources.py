@@ -10,12 +10,14 @@ from typing import Any
 from torch import nn
 
 from hf_posext.demo import held_out_documents
+from hf_posext.errors import quoted
 from hf_posext.evaluation.arms import vocabulary
 from hf_posext.evaluation.documents import check_vocabulary, read_documents, resolve_bos
 from hf_posext.evaluation.forwards import causal_lm
 from hf_posext.evaluation.probes import PASSKEY_QUESTION
-from hf_posext.evaluation.retrieval import LANDMARK_FILLER, Source, no_text
+from hf_posext.evaluation.retrieval import LANDMARK_FILLER, Source
 
+WORDLESS = ("copy", "repeat")  # probes that can be made of token ids alone
 WORDINGS = ("auto", "plain", "landmark")
 GIVEN, PROSE, SENTENCES, RANDOM = "documents", "embedded prose", "sentences of the Landmark paper", "random tokens"
 ENOUGH = 2**16  # random tokens of filler before they come again
@@ -28,8 +30,8 @@ def resolve_wording(wording: str, tokenizer: Any) -> str:
     Raises:
         ValueError: `plain` with a tokenizer that joins the end of the question with the key.
     """
-    if wording == "landmark" or tokenizer is None:
-        return "landmark" if wording == "auto" else wording
+    if wording == "landmark":
+        return wording
     question = encode(tokenizer, PASSKEY_QUESTION)
     is_apart = encode(tokenizer, PASSKEY_QUESTION + "12345")[: len(question)] == question
     if wording == "plain" and not is_apart:
@@ -39,6 +41,19 @@ def resolve_wording(wording: str, tokenizer: Any) -> str:
         )
     is_chat = bool(getattr(tokenizer, "chat_template", None))
     return "plain" if wording == "plain" or (is_apart and not is_chat) else "landmark"
+
+
+def check_text(probe: str, tokenizer: Any) -> None:
+    """Refuses a probe in words without a tokenizer.
+
+    Raises:
+        ValueError: with the probes that need none.
+    """
+    if tokenizer is None and probe not in WORDLESS:
+        raise ValueError(
+            f"The probe `{probe}` is in words, which needs a `tokenizer`; got None. Without one take "
+            f"{quoted(WORDLESS)}."
+        )
 
 
 def source_of(
@@ -78,11 +93,10 @@ def source_of(
         name, texts = PROSE, read_documents(held_out_documents(), tokenizer)
     if name == GIVEN:
         check_vocabulary(texts, vocabulary(model))
-    filler = [int(token) for ids in texts for token in ids]
+    filler = [token for ids in texts for token in ids.tolist()]
     if not filler:
         raise ValueError("`documents` hold no token. Give text to hide the answer in.")
-    encoder = no_text if tokenizer is None else partial(encode, tokenizer)
-    return Source(encoder, filler, words, bos_id), name
+    return Source(partial(encode, tokenizer), filler, words, bos_id), name
 
 
 def ordinary_ids(model: nn.Module, tokenizer: Any) -> list[int]:

@@ -41,9 +41,9 @@ def mean_nll(sums: Sequence[float], tokens: Sequence[int], *, resamples: int = R
 
     Source: Efron and Tibshirani 1993, percentile interval (section 13.3), for a ratio of sums.
     """
-    arm = _arm(sums, tokens)
-    resampled = (_mean(*(part[picks] for part in arm)) for picks in _draws(arm[0].size, resamples, seed))
-    return _estimate(_mean(*arm), resampled)
+    arm = arm_of(sums, tokens)
+    resampled = (mean_of(*(part[picks] for part in arm)) for picks in draws(arm[0].size, resamples, seed))
+    return _estimate(mean_of(*arm), resampled)
 
 
 @np.errstate(invalid="ignore")  # an infinite NLL is reported as such, not warned about
@@ -69,14 +69,14 @@ def nll_difference(
     Raises:
         ValueError: arms over different numbers of documents.
     """
-    arm, versus = _arm(sums, tokens), _arm(versus_sums, versus_tokens)
+    arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
     if arm[0].size != versus[0].size:
         raise ValueError(f"A paired difference needs the same documents, got {arm[0].size} and {versus[0].size}.")
     resampled = (
-        _mean(*(part[picks] for part in arm)) - _mean(*(part[picks] for part in versus))
-        for picks in _draws(arm[0].size, resamples, seed)
+        mean_of(*(part[picks] for part in arm)) - mean_of(*(part[picks] for part in versus))
+        for picks in draws(arm[0].size, resamples, seed)
     )
-    return _estimate(_mean(*arm) - _mean(*versus), resampled)
+    return _estimate(mean_of(*arm) - mean_of(*versus), resampled)
 
 
 def perplexity_of(nll: float) -> float:
@@ -107,17 +107,17 @@ def wilson(correct: int, trials: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _arm(sums: Sequence[float], tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def arm_of(sums: Sequence[float], tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Both columns in float64, [documents]."""
     return np.asarray(sums, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
 
 
-def _mean(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+def mean_of(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
     """Ratio of sums over the last axis."""
     return sums.sum(-1) / tokens.sum(-1)
 
 
-def _draws(documents: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+def draws(documents: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Documents drawn with replacement, [block, documents] at a time; nothing for fewer than two documents."""
     generator = np.random.default_rng(seed)
     block = max(1, BLOCK // max(1, documents))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_posext.attention.reading import own_parameters
 from hf_posext.errors import PatchError
-from hf_posext.mechanisms import find_sites, is_table, root_model
+from hf_posext.mechanisms import find_sites, is_off, is_table, root_model
 from hf_posext.mechanisms._scope import scoped_modules
 from hf_posext.records import PatchRecord
 from hf_posext.training.config import AdapterConfig
@@ -37,7 +39,7 @@ def make_trainable(model: nn.Module, config: AdapterConfig, record: PatchRecord 
         ValueError: adapters where there are some already, or arguments that PEFT does not take.
     """
     if config.train == "full":
-        model.requires_grad_(True)
+        train_all(model)
         return model
     if config.train == "new_rows":
         train_new_rows(model, record)
@@ -48,6 +50,34 @@ def make_trainable(model: nn.Module, config: AdapterConfig, record: PatchRecord 
     for _, _, parameter in own_parameters(model):
         parameter.requires_grad_(True)
     return wrapped
+
+
+def train_all(model: nn.Module) -> None:
+    """Trains every weight that text reaches: no tower for images, and nothing that a patch has switched off."""
+    model.requires_grad_(False)
+    for each in scoped_modules(model):
+        if each.is_text:
+            for parameter in each.module.parameters(recurse=False):
+                parameter.requires_grad_(True)
+    for site in filter(is_off, find_sites(model)):
+        site.module.requires_grad_(False)
+
+
+@contextmanager
+def in_full_precision(model: nn.Module, *, is_autocast: bool) -> Iterator[None]:
+    """Holds what is trained in fp32 under autocast: steps of a small learning rate are below the rounding of bf16.
+
+    On the way out every weight has the dtype that it had, so that what is saved is what the model computes with.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad and is_autocast]
+    kept = [(each, each.dtype) for each in trained if each.dtype in (torch.bfloat16, torch.float16)]
+    for parameter, _ in kept:
+        parameter.data = parameter.data.float()
+    try:
+        yield
+    finally:
+        for parameter, dtype in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 def train_new_rows(model: nn.Module, record: PatchRecord | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from transformers import TrainerCallback
@@ -19,8 +22,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_posext.attention.reading import own_parameters
 from hf_posext.mechanisms import root_model
 from hf_posext.records import OWN_WEIGHTS, record_of, write_record
+from hf_posext.reports import write_atomically
+from hf_posext.training.config import FinetuneConfig
+from hf_posext.training.data import Rows
 
 SETTINGS = "finetune.json"
+SAMPLED = 64  # numbers of each weight in the digest of a model
 
 
 def write_patch(model: nn.Module, folder: Path) -> None:
@@ -39,11 +46,32 @@ def write_patch(model: nn.Module, folder: Path) -> None:
         save_file({name: parameter.detach().contiguous() for name, parameter in own.items()}, folder / OWN_WEIGHTS)
 
 
-def newest_checkpoint(output_dir: Path) -> Path | None:
+def newest_checkpoint(output_dir: Path, settings: dict[str, Any] | None = None) -> Path | None:
     """The newest checkpoint that was written to the end, None without one.
 
     The state of the trainer is the last file of a checkpoint, so a run that was killed while it wrote left none.
+
+    Args:
+        output_dir: of the run.
+        settings: those that the run must have been begun with; None to ask nothing.
+
+    Raises:
+        ValueError: it was begun with others, with the keys that differ.
     """
+    newest = newest_complete(output_dir)
+    path = output_dir / SETTINGS
+    if newest is not None and settings is not None and path.is_file():
+        changed = differences(json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(settings)))
+        if changed:
+            raise ValueError(
+                f"{str(output_dir)!r} holds a run with another `{'`, `'.join(changed)}`. Choose another `output_dir`, "
+                "or begin anew with `resume: false`, which deletes its checkpoints."
+            )
+    return newest
+
+
+def newest_complete(output_dir: Path) -> Path | None:
+    """As `newest_checkpoint`, whatever the run."""
     found = {}
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = folder.name.rpartition("-")[2]
@@ -61,35 +89,29 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def drop_unfinished(output_dir: Path) -> None:
-    """Deletes checkpoints that were not written to the end: nothing can go on from them."""
+def clear(output_dir: Path, *, keep_complete: bool) -> None:
+    """Deletes checkpoints that a run cannot go on from: those that were not written to the end, or all."""
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        if not is_complete(folder):
+        if not (keep_complete and is_complete(folder)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def settle(output_dir: Path, settings: dict[str, Any], is_resumed: bool) -> None:
-    """Notes the settings of a run in its folder; a run that goes on must have those that it began with.
+def settings_of(model: nn.Module, rows: Rows, config: FinetuneConfig) -> dict[str, Any]:
+    """What decides the weights that a run ends with, as plain data: its config, digests of its model and its rows."""
+    whole = config.to_dict()
+    decisive = {name: value for name, value in whole.items() if name not in ("resume", "evaluation", "output_dir")}
+    heads = [each.detach().flatten()[:SAMPLED].double().cpu() for each in model.parameters()]
+    weights = hashlib.sha256(torch.cat(heads).numpy().tobytes()).hexdigest()
+    counts = (rows.documents, rows.windows, rows.tokens, rows.dropped_tokens)
+    ends = [rows.dataset[index]["input_ids"] for index in (0, rows.windows - 1)] if rows.windows else []
+    text = hashlib.sha256(json.dumps([counts, ends]).encode()).hexdigest()
+    return {**decisive, "digest of the model": weights, "digest of the text": text}
 
-    Args:
-        output_dir: of the run.
-        settings: as plain data.
-        is_resumed: whether a checkpoint is there to go on from.
 
-    Raises:
-        ValueError: others, with the keys that differ.
-    """
-    path = output_dir / SETTINGS
-    if is_resumed and path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(differences(before, json.loads(json.dumps(settings))))
-        if changed:
-            raise ValueError(
-                f"{str(output_dir)!r} holds a run with another `{'`, `'.join(changed)}`. Choose another `output_dir`, "
-                "or begin anew with `resume: false`."
-            )
+def note_settings(output_dir: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of a run into its folder."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_atomically(output_dir / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
@@ -121,7 +143,11 @@ class StopOnSignal(TrainerCallback):
         self.is_asked = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Asks for a checkpoint and the end."""
+        """Asks for a checkpoint and the end, in all processes at the same step."""
+        if args.world_size > 1:
+            asked = torch.tensor(int(self.is_asked), device=args.device)
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+            self.is_asked = bool(asked)
         if self.is_asked:
             control.should_save = control.should_training_stop = True
 

@@ -71,6 +71,8 @@ class DataConfig:
         for name in ("workers", "max_documents", "length", "chunks", "shortest"):
             if getattr(self, name) is not None:
                 check_length(f"data.{name}", getattr(self, name))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"`data.seed` must be a whole number from 0 on, got {self.seed!r}.")
         for name in ("streaming", "packing"):
             check_flag(f"data.{name}", getattr(self, name))
         check_share("data.short_fraction", self.short_fraction)
@@ -120,7 +122,8 @@ class AdapterConfig:
                 check_flag(f"adapter.{name}", getattr(self, name))
         check_flag("adapter.merge", self.merge)
         if self.train != "lora":
-            given = [name for name in ("lora", "norms", "embeddings", "merge") if getattr(self, name)]
+            adapters = ("lora", "norms", "embeddings", "only_beyond_trained_length", "merge")
+            given = [name for name in adapters if getattr(self, name)]
             if given:
                 raise ValueError(
                     f"`adapter.{given[0]}` goes with train: lora only, got train: {self.train!r}. Leave one out."
@@ -167,6 +170,8 @@ class EvaluationConfig:
         for name in ("targets", "endpoints_per_document", "max_documents", "every"):
             if getattr(self, name) is not None:
                 check_length(f"evaluation.{name}", getattr(self, name))
+        if not isinstance(self.context_lengths, list | tuple | None):
+            raise TypeError(f"`evaluation.context_lengths` must be a list of lengths, got {self.context_lengths!r}.")
         for length in self.context_lengths or []:
             check_length("evaluation.context_lengths", length)
 

@@ -72,7 +72,8 @@ class Meter:
     def meanwhile(self, model: nn.Module) -> dict[str, float]:
         """What a run logs of a model that is being trained."""
         report = self.measure(model, [self.target_length], bars=[], arm="tuned")
-        return {f"eval_perplexity_{self.target_length}": report.rows[0]["perplexity"]}
+        row = report.rows[0]
+        return {"eval_loss": row["nll"], f"eval_perplexity_{self.target_length}": row["perplexity"]}
 
     def after(self, model: nn.Module, before: PerplexityReport | None) -> PerplexityReport | None:
         """The model after it was trained, joined with what was measured before."""
@@ -93,7 +94,7 @@ class Meter:
         values = {
             (row["arm"], row["context_length"]): row["perplexity"]
             for row in report.rows
-            if row.get("positions", ALL) == (far if row["context_length"] == longest else ALL)
+            if row.get("positions", ALL) == (far if row["context_length"] == longest > self.trained_length else ALL)
         }
         gain = {
             "context_length": longest,
@@ -106,16 +107,19 @@ class Meter:
         return {"gain": gain} | self.retention(report, tuned, values)
 
     def retention(self, report: PerplexityReport, tuned: str, values: dict[tuple[str, int], float]) -> dict[str, Any]:
-        """Perplexity at N over that of the model as it was given; nothing where N was not measured."""
+        """Perplexity at N over that of the model as it was given; nothing where N was not measured.
+
+        There the bar `truncate` is the model as it was given, also where that cannot read any longer text.
+        """
         length = self.trained_length
-        if length not in self.lengths or length == max(self.lengths):
+        if length not in self.lengths:
             return {}
-        found = report.difference(tuned, "none", length)
+        found = report.difference(tuned, "truncate", length)
         ends = {name: None if found[name] is None else math.exp(found[name]) for name in ("low", "high")}
         kept = {
             "context_length": length,
             "after": values[tuned, length],
-            "unpatched": values["none", length],
+            "unpatched": values["truncate", length],
             "ratio": math.exp(found["difference"]),
         }
         return {"retention": kept | ends}

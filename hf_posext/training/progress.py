@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
-
-logger = logging.getLogger(__name__)
 
 
 def is_watched(is_shown: bool | None) -> bool:
@@ -38,7 +35,7 @@ class ProgressLine(TrainerCallback):
     """Shows how far a run is.
 
     Args:
-        is_shown: whether there is a bar; None shows it where stderr is a terminal.
+        is_shown: whether there is a bar; None shows it where stderr is a terminal, and lines where it is none.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
@@ -50,6 +47,7 @@ class ProgressLine(TrainerCallback):
             disable=not is_watched(is_shown),
             transient=True,
         )
+        self.has_lines = is_shown is None and not is_watched(None)
         self.task: TaskID | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -59,7 +57,8 @@ class ProgressLine(TrainerCallback):
             self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step, numbers="")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One step more."""
+        """One step more; a checkpoint has the losses before it, so that a run that goes on has the same curve."""
+        control.should_log = control.should_log or control.should_save
         if self.task is not None:
             self.bar.update(self.task, completed=state.global_step)
 
@@ -70,7 +69,8 @@ class ProgressLine(TrainerCallback):
         numbers = "  ".join(f"{name} {logs[name]:.4g}" for name in logs if name == "loss" or name.startswith("eval_"))
         if numbers:
             self.bar.update(self.task, numbers=numbers)
-            logger.info("step %d of %d: %s", state.global_step, state.max_steps, numbers)
+            if self.has_lines:
+                self.bar.console.print(f"step {state.global_step} of {state.max_steps}: {numbers}", highlight=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the bar away."""

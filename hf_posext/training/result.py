@@ -57,13 +57,19 @@ class FinetuneResult(Report):
         """What the numbers say of long text and of short text."""
         if "gain" not in self.metrics:
             return []
-        gain, kept = self.metrics["gain"], self.metrics["retention"]
-        return [
+        gain, kept = self.metrics["gain"], self.metrics.get("retention")
+        lines = [
             f"At {gain['context_length']} tokens: {gain['after']:.1f} after, {gain['before']:.1f} before, "
-            f"{gain['truncate']:.1f} for the model as it was given, on the last {kept['context_length']}.",
-            f"Short text, {kept['context_length']} tokens: {kept['after']:.1f} after, {kept['unpatched']:.1f} for the "
-            f"model as it was given: {kept['ratio']:.3f} times as much.",
+            f"{gain['truncate']:.1f} for the model as it was given, truncated to what it was trained for."
         ]
+        return lines if kept is None else [*lines, self.about_short(kept)]
+
+    def about_short(self, kept: dict[str, Any]) -> str:
+        """What the numbers say of text of the trained length."""
+        return (
+            f"Short text, {kept['context_length']} tokens: {kept['after']:.1f} after, {kept['unpatched']:.1f} for the "
+            f"model as it was given: {kept['ratio']:.3f} times as much."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """`metrics`, `config`, `history`, `output_dir`, and the evaluation with its `rows`."""

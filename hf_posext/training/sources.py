@@ -37,7 +37,8 @@ def load_documents(config: DataConfig | EvaluationConfig) -> Dataset | IterableD
 
     source = config
     if not isinstance(source, DataConfig):
-        source = DataConfig(source.path, source.name, source.split, source.text_column)
+        is_part = source.max_documents is not None  # then a hub data set need not be fetched whole
+        source = DataConfig(source.path, source.name, source.split, source.text_column, streaming=is_part)
     if isinstance(source.path, str) and source.path in DEMO:
         return datasets.Dataset.from_dict({source.text_column: DEMO[source.path]()})
     if not source.path:

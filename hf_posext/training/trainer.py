@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_posext.errors import TrainingError
@@ -33,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 100,
     "save_total_limit": 2,
     "report_to": "none",
+    "accelerator_config": {"dispatch_batches": False},  # else rank 0 joins batches that need not have the same columns
     "include_num_input_tokens_seen": "all",
 }
 FIXED: dict[str, Any] = {
@@ -44,6 +47,8 @@ FIXED: dict[str, Any] = {
     "label_smoothing_factor": 0.0,
 }
 """What a run relies on; a config that says otherwise is refused."""
+SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # what `accelerate launch` sets
+WRITERS = ("PytorchStreamWriter", "inline_container", "iostream")  # in the words of torch.save for a full disk
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the newer word first
 
 
@@ -70,12 +75,20 @@ def training_arguments(config: FinetuneConfig) -> TrainingArguments:
     if config.evaluation.every is not None:
         given |= {"eval_strategy": "steps", "eval_steps": config.evaluation.every}
     given.setdefault("dataloader_pin_memory", torch.accelerator.is_available())  # else it warns
+    if "perplexity" in str(given.get("metric_for_best_model")):
+        given.setdefault("greater_is_better", False)
     if "num_train_epochs" in given:
         given.setdefault("max_steps", -1)
     try:
         return TrainingArguments(output_dir=config.output_dir, **DEFAULTS | given | FIXED)
     except TypeError as error:
         raise ValueError(f"`training` is handed to transformers.TrainingArguments, which says: {error}.") from error
+
+
+def is_sharded(arguments: TrainingArguments) -> bool:
+    """Whether no process will hold the whole model, with FSDP or DeepSpeed."""
+    by_launcher = any(os.environ.get(name, "false").lower() == "true" for name in SHARDING)
+    return by_launcher or bool(arguments.fsdp) or bool(arguments.deepspeed)
 
 
 class PosextTrainer(Trainer):
@@ -120,13 +133,31 @@ class PosextTrainer(Trainer):
             self.remove_callback(own)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether no process holds the whole model."""
-        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return self.state.global_step >= self.state.max_steps > 0
+
+    def go_on(self, checkpoint: Path | None) -> float:
+        """Trains from a checkpoint, or from the beginning; one at the end of its run is only loaded.
+
+        Returns:
+            Seconds that it took.
+        """
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if state.global_step >= self.args.max_steps > 0:
+                self._load_from_checkpoint(str(checkpoint))
+                self.state = state
+                return 0.0
+        output = self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return output.metrics["train_runtime"]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Perplexity of the end of T tokens, in place of a loss over batches."""
-        metrics = {} if self.is_sharded else self.meter.meanwhile(self.accelerator.unwrap_model(self.model))
+        metrics = {}
+        if not is_sharded(self.args):
+            with self.accelerator.autocast():  # what is trained is in fp32 now, whatever the rest is in
+                metrics = self.meter.meanwhile(self.accelerator.unwrap_model(self.model))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -155,6 +186,11 @@ class PosextTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_trained(self.accelerator.unwrap_model(model or self.model), Path(resume_from_checkpoint))
 
+    def _load_best_model(self) -> None:
+        """As `Trainer._load_best_model`, with what was trained of the patch beside an adapter."""
+        super()._load_best_model()
+        load_trained(self.accelerator.unwrap_model(self.model), Path(str(self.state.best_model_checkpoint)))
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As `Trainer._save`, with the patch beside the weights."""
         super()._save(output_dir, state_dict)
@@ -169,11 +205,9 @@ class PosextTrainer(Trainer):
         """
         try:
             super()._save_checkpoint(*args, **kwargs)
-        except (
-            OSError,
-            SafetensorError,
-            RuntimeError,
-        ) as error:  # torch.save and safetensors have their own for a full disk
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if type(error) is RuntimeError and not any(word in str(error) for word in WRITERS):
+                raise
             folder = self.folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             shutil.rmtree(folder, ignore_errors=True)
             reason = " ".join(str(error).split()).rstrip(".")

@@ -35,6 +35,7 @@ PATCHES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2_pi_dynamic": ("gpt2", "pi", {"dynamic": True}),
     "bert_alibi": ("bert", "alibi", {}),
     "bloom_pi": ("bloom", "pi", {}),
+    "esm_pi": ("esm", "pi", {}),
     "t5_pi": ("t5", "pi", {"original_max_position_embeddings": N}),
 }
 """Name -> the model, the method and its options, at factor 2."""

@@ -1,5 +1,6 @@
 """Nothing is wrong with healthy models of every mechanism, and what could not be checked is said."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_posext import patch_model
+from hf_posext import patch_model, unpatch_model
 from hf_posext.diagnosis import CHECKS, diagnose
 from tests import special_models
 from tests.architectures import tiny_config
-from tests.diagnosis.healthy import MODELS
-from tests.snapshots import differences, snapshot
+from tests.diagnosis.healthy import MODELS, PATCHES
+from tests.snapshots import differences, logits_of, snapshot
 
 NAMES = [check.__name__ for check in CHECKS]
 RAN = {
@@ -51,20 +52,39 @@ def test_the_checks_run_on_a_model_for_which_they_have_a_meaning(name: str) -> N
 
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3", "llama_longrope", "gptj", "roformer", "bert", "opt", "bloom", "t5", "llama_pi",
-             "llama_yarn_dynamic", "llama_self_extend", "llama_nope", "gptj_pi", "gpt2_tile", "bloom_pi"]
+             "gemma3_yarn", "llama_yarn_dynamic", "llama_self_extend", "llama_alibi", "bert_alibi", "llama_nope",
+             "gptj_pi", "gpt2_tile", "bloom_pi"]
 )  # fmt: skip
 def test_the_model_is_as_before_to_the_last_bit(name: str) -> None:
     model = MODELS[name]()
-    config, state = model.config, torch.get_rng_state()
+    torch.rand(3)
+    config, state, attention = model.config, torch.get_rng_state(), model.config._attn_implementation
     before = snapshot(model, 0)
     diagnose(model)
     assert differences(before, snapshot(model, 0)) == []
     assert torch.equal(torch.get_rng_state(), state)
     assert model.config is config
+    assert config._attn_implementation == attention
+
+
+def test_a_patch_of_some_layers_holds_no_more_than_before() -> None:
+    model = MODELS["gemma3_yarn"]()
+    holder = vars(model.model.rotary_emb)["_posext"]
+    held = {name: value.clone() for name, value in holder.inv_freq.items()}
+    diagnose(model)
+    assert list(held) == list(holder.inv_freq) == ["full_attention_inv_freq"]
+    assert torch.equal(held["full_attention_inv_freq"], holder.inv_freq["full_attention_inv_freq"])
+
+
+@pytest.mark.parametrize("name", ["llama_pi", "gemma3_yarn", "llama_yarn_dynamic", "gptj_pi", "llama_self_extend"])
+def test_a_patch_comes_off_after_a_diagnosis_as_without_one(name: str) -> None:
+    plain, model = MODELS[PATCHES[name][0]](), MODELS[name]()
+    diagnose(model)
+    assert torch.equal(logits_of(unpatch_model(model)), logits_of(plain))
 
 
 def test_flags_of_training_and_dropout_are_as_before() -> None:
-    model = MODELS["gpt2"]().train()
+    model = special_models.gpt2().train()  # with the dropout of its class
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     assert diagnose(model).is_healthy
@@ -124,3 +144,12 @@ def test_a_check_that_fails_says_so_and_the_others_run(monkeypatch: pytest.Monke
     assert report["broken"].status == "not applicable"
     assert "ZeroDivisionError: by zero" in report["broken"].meaning
     assert report["order"].status == "ok"
+
+
+def test_a_patched_checkpoint_that_plain_transformers_loaded_is_healthy(tmp_path: Path) -> None:
+    MODELS["llama_yarn_patched"]().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    report = diagnose(model)
+    assert report.wrong == [], str(report)
+    assert {report[name].status for name in ("patch", "config", "rotation", "ablation", "cache")} == {"ok"}
+    assert report.usable_length == 64

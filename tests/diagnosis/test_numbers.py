@@ -117,6 +117,19 @@ def test_a_bias_in_bf16_collides_beyond_256(longest: int, collides: bool) -> Non
     assert (torch.tensor(longest - 1.0).bfloat16() == torch.tensor(longest - 2.0).bfloat16()) == collides
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("gpt2", {"transformer.wpe": N}),
+        ("opt", {"model.decoder.embed_positions": N + 2}),
+        ("bart", {"model.encoder.embed_positions": N + 2, "model.decoder.embed_positions": N + 2}),
+        ("gpt2_tile", {"transformer.wpe": 2 * N}),
+    ],
+)
+def test_tables_that_a_text_takes_rows_of_are_counted(name: str, rows: dict[str, int]) -> None:
+    assert diagnose(MODELS[name]())["rows"].measured["rows"] == rows
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "bart"])
 def test_padding_that_takes_positions_by_design_is_noted(name: str) -> None:
     assert diagnose(MODELS[name]())["padding"].status == "note"

@@ -1,10 +1,21 @@
-"""Tiny models and texts that a run of a few steps is done with."""
+"""Tiny models and texts that a run of a few steps is done with, and what is asked of what it leaves."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_posext import FinetuneConfig
 
@@ -68,3 +79,44 @@ def config(folder: Path, **changes: Any) -> FinetuneConfig:
     for name, value in changes.items():
         data[name] = data[name] | value if isinstance(value, dict) and isinstance(data.get(name), dict) else value
     return FinetuneConfig.from_dict(data)
+
+
+def text(tokens: int, rows: int = 2) -> Tensor:
+    """Token ids [rows, tokens]."""
+    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(5))
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """What a model says."""
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def saved_base(folder: Path, model: Any) -> Any:
+    """A model from the disk, so that an adapter knows its base."""
+    model.save_pretrained(folder)
+    kind = AutoModelForMaskedLM if "MaskedLM" in type(model).__name__ else AutoModelForCausalLM
+    return kind.from_pretrained(folder).eval()
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """What an adapter holds."""
+    return load_file(folder / "adapter_model.safetensors")
+
+
+class FrameTokenizer:
+    """What a masked LM needs of a tokenizer: its size, a mask, and a token before and after a text."""
+
+    mask_token_id, all_special_ids, pad_token_id, eos_token_id, model_max_length = 1, [0, 1], 0, None, N
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> dict[str, list[int]]:
+        """One token per character."""
+        ids = [2 + ord(letter) % (VOCABULARY - 2) for letter in text]
+        return {"input_ids": [0, *ids, 0] if add_special_tokens else ids}
+
+    def __len__(self) -> int:
+        """Its tokens."""
+        return VOCABULARY
+
+    def save_pretrained(self, folder: str) -> None:
+        """Nothing to save."""
