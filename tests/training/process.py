@@ -1,6 +1,7 @@
 """What a process of a test does: run as a script, alone or under torchrun, it writes losses and weights to a file."""
 
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_posext import finetune, patch_model
+from hf_posext.training import run
 from hf_posext.training.adapters import make_trainable
+from hf_posext.training.checks import GradientCheck
 from hf_posext.training.config import AdapterConfig
 from hf_posext.training.loss import loss_without_logits
 from tests.training.runs import VOCABULARY, T, config, documents, tiny_llama
@@ -20,7 +24,7 @@ from tests.training.runs import VOCABULARY, T, config, documents, tiny_llama
 STEPS, ROWS = 4, 4
 
 
-def run(folder: Path, rows: int, patch: dict[str, Any]) -> dict[str, Any]:
+def whole(folder: Path, rows: int, patch: dict[str, Any]) -> dict[str, Any]:
     """A whole run, each process with its share of the rows of a step."""
     settings = config(
         folder / "run",
@@ -31,6 +35,40 @@ def run(folder: Path, rows: int, patch: dict[str, Any]) -> dict[str, Any]:
     result = finetune(tiny_llama(), None, documents(), settings, evaluation_documents=documents(4, seed=9))
     tuned = [row["nll"] for row in result.evaluation.rows if row["arm"].endswith("tuned")]
     return {"losses": losses_of(result.history), "tuned": tuned, "weights": trained_by(result.model)}
+
+
+def stream(folder: Path, rows: int, patch: dict[str, Any]) -> dict[str, Any]:
+    """A whole run on documents that are read meanwhile, some rows of which hold several short texts."""
+    texts = Dataset.from_dict({"input_ids": documents(12)}).to_iterable_dataset()
+    settings = config(
+        folder / "run",
+        patch=patch,
+        training={"per_device_train_batch_size": rows},
+        data={"short_fraction": 0.4, "seed": 5},
+    )
+    result = finetune(tiny_llama(), None, texts, settings)
+    return {"losses": losses_of(result.history), "weights": trained_by(result.model)}
+
+
+class AskedToStop(GradientCheck):
+    """Sends SIGTERM to the last process alone, in its second step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after every step."""
+        if state.global_step == 2 and args.process_index == args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop(folder: Path, rows: int, patch: dict[str, Any]) -> dict[str, Any]:
+    """A whole run that is asked to stop, and goes on."""
+    settings = config(folder / "run", patch=patch, training={"per_device_train_batch_size": rows})
+    run.GradientCheck = AskedToStop
+    stopped = finetune(tiny_llama(), None, documents(), settings)
+    run.GradientCheck = GradientCheck
+    assert stopped.metrics["is_interrupted"]
+    assert stopped.metrics["steps"] == 3
+    result = finetune(tiny_llama(), None, documents(), settings)
+    return {"losses": losses_of(result.history), "weights": trained_by(result.model)}
 
 
 def losses_of(history: list[dict[str, Any]]) -> list[float]:
@@ -78,7 +116,7 @@ def main() -> None:
     if mode == "shard" and "RANK" in os.environ:
         dist.init_process_group("gloo")
     patch = {"method": method, "factor": 4, "dynamic": dynamic == "True"}
-    found = {"run": run, "shard": shard}[mode](Path(out), int(rows), patch)
+    found = {"run": whole, "stream": stream, "stop": stop, "shard": shard}[mode](Path(out), int(rows), patch)
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(found, Path(out) / "found.pt")
     if dist.is_initialized():
