@@ -69,6 +69,18 @@ def test_the_block_on_encoders_runs(tmp_path, monkeypatch):
     assert AutoModelForMaskedLM.from_pretrained("bert-1024").config.max_position_embeddings == 1024
 
 
+def test_the_block_on_tuning_runs(tmp_path, monkeypatch, capsys):
+    """With two steps in place of two hundred."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks("python") if "FinetuneConfig" in block]
+    assert '"max_steps": 200' in block
+    namespace: dict = {}
+    exec("import hf_posext\nfrom hf_posext.demo import load_demo", namespace)
+    exec(block.replace('"max_steps": 200', '"max_steps": 2'), namespace)
+    assert "2 steps on 4,096 tokens" in capsys.readouterr().out
+    assert hf_posext.record_of(hf_posext.load_pretrained("llama-pi-4x")).factor == 4
+
+
 def test_the_matrix_of_mechanisms_is_the_registry():
     head, _, *rows = re.search(r"\| method \| rotary .*?\n\n", README, flags=re.DOTALL)[0].strip().splitlines()
     columns = [cell.strip() for cell in head.strip("|").split("|")][1:]

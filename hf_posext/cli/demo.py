@@ -48,7 +48,7 @@ class Scope:
         targets: tokens scored at each.
     """
 
-    factors: tuple[int, ...] = (1, 2, 4, 8)
+    factors: tuple[int, ...] = (1, 2, 4, 8, 16)
     ablated: tuple[int, ...] = (1, 4)
     documents: int | None = None
     endpoints: int = 1
