@@ -116,7 +116,13 @@ def test_an_adapter_that_is_off_for_short_text_leaves_not_one_bit_changed(tmp_pa
     assert torch.equal(logits(loaded, text(N)), expected)
     assert torch.equal(logits(loaded, text(T)), logits(result.model, text(T)))
     prompt = text(N - 4, rows=1)
-    written = loaded.generate(input_ids=prompt, min_new_tokens=3 * N, max_new_tokens=3 * N, do_sample=False)
+    written = loaded.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        min_new_tokens=3 * N,
+        max_new_tokens=3 * N,
+        do_sample=False,
+    )
     allowed = torch.arange(VOCABULARY) != 1  # all but the end
     for end in (N - 4, N, N + 1, 3 * N):
         assert written[0, end] == logits(loaded, written[:, :end])[0, -1].where(allowed, -torch.inf).argmax()
