@@ -4,7 +4,7 @@
 
 Forward and backward of a LoRA on queries and keys, the same number of tokens in every arm: one window of 4 N tokens, or
 four rows of N with skipped positions. `demo:llama` has N = 256; a random Llama of 9M parameters has N = 1024, where
-attention weighs more. The adapter that is gated acts beyond N alone. About three minutes.
+attention weighs more. The adapter that is gated acts beyond N alone. About six minutes.
 """
 
 from __future__ import annotations
