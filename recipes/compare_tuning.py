@@ -10,7 +10,7 @@ Each cell tunes the model anew for 4 times its trained length, on 2,048 tokens a
 queries and keys, `lora_plus` with norms and embeddings as well, both on windows of 1,024 tokens, and `pose`, which is
 `lora_plus` on windows of 256 tokens with skipped positions. A cell that is done is not done again. It prints tables in
 Markdown: perplexity of the last 128 tokens before two endpoints of each of twelve held-out books, with 95 % intervals
-over books, and paired differences. About an hour on one core.
+over books, and paired differences. About three quarters of an hour on one core.
 """
 
 from __future__ import annotations
