@@ -220,6 +220,8 @@ def tokenized(documents: Iterable[Any], tokenizer: Any, config: DataConfig, fram
     if isinstance(documents, Dataset):
         most = len(documents) if config.max_documents is None else min(config.max_documents, len(documents))
         source = documents.select(range(most))
+    elif isinstance(documents, list) and documents and all(isinstance(document, str) for document in documents):
+        source = Dataset.from_dict({config.text_column: documents[: config.max_documents]})
     else:
         read = read_documents(documents, tokenizer, text_column=config.text_column, max_documents=config.max_documents)
         source = Dataset.from_dict({"input_ids": [ids.numpy() for ids in read]})
