@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments, set_seed
 
+from hf_posext.attention.reading import own_parameters
 from hf_posext.evaluation.perplexity_report import PerplexityReport
 from hf_posext.loading import ADAPTER_CONFIG
 from hf_posext.records import FILE_NAME, OWN_WEIGHTS, PatchRecord, record_of
@@ -78,7 +79,7 @@ class Run:
         """
         record = record_of(model)
         gated = is_gated(config, record)
-        check_together(config, arguments, gated=gated)
+        check_together(model, config, arguments, gated=gated)
         target = record.target_length if record else config.control_length or 1
         trained = record.steps()[0].trained_length if record else length_of(model) or target
         data = config.data
@@ -160,7 +161,7 @@ def is_gated(config: FinetuneConfig, record: PatchRecord | None) -> bool:
     return record is not None and record.dynamic and config.adapter.train == "lora" if asked is None else asked
 
 
-def check_together(config: FinetuneConfig, arguments: TrainingArguments, *, gated: bool) -> None:
+def check_together(model: nn.Module, config: FinetuneConfig, arguments: TrainingArguments, *, gated: bool) -> None:
     """Refuses what cannot go together.
 
     Raises:
@@ -178,6 +179,11 @@ def check_together(config: FinetuneConfig, arguments: TrainingArguments, *, gate
         )
     if config.adapter.merge and is_sharded(arguments):
         raise ValueError("`adapter.merge` cannot go with FSDP or DeepSpeed. Merge what was saved, in one process.")
+    if own_parameters(model) and is_sharded(arguments):
+        raise ValueError(
+            "Slopes and biases that a patch has made parameters cannot be trained with FSDP or DeepSpeed: one process "
+            "would save its part of them. Train without, or patch without `learned`."
+        )
 
 
 def cost(trainer: PosextTrainer) -> dict[str, Any]:

@@ -70,6 +70,21 @@ def test_a_model_that_is_patched_as_the_config_says_is_trained_as_it_is(patch: d
     assert finetune(model, None, documents(), settings).metrics["steps"] == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"adapter": {"merge": True}}, "`adapter.merge` cannot go with FSDP"),
+        ({"patch": {"method": "alibi", "learned": True}}, "cannot be trained with FSDP"),
+    ],
+)
+def test_what_no_process_could_save_alone_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_posext.training.run.is_sharded", lambda _: True)
+    with pytest.raises(ValueError, match=words):
+        finetune(tiny_llama(), None, documents(), config(tmp_path / "run", **changes))
+
+
 def test_a_patch_that_is_not_in_force_is_refused(tmp_path: Path) -> None:
     model = patch_model(tiny_llama(), "pi", 4)
     model.model.rotary_emb = tiny_llama().model.rotary_emb
