@@ -10,12 +10,12 @@ from torch import Tensor
 from hf_posext import mechanisms
 from hf_posext.diagnosing.finding import NOTE, OK, WRONG, Finding, NotApplicableError
 from hf_posext.diagnosing.subject import Subject, apart, first_of
+from hf_posext.evaluation.forwards import CACHES
 from hf_posext.mechanisms.rotary import LENGTH_DEPENDENT, rope_type
 
 MOST = 64  # tokens of the text that is read with a cache: what is beyond N shows where N is small
 STEPS = 4  # tokens read one by one
 PADDING = 3
-CACHES = ("cache", "past_key_values")  # names of the argument of forward, and of what it gives out
 
 
 def cache(subject: Subject) -> Finding:

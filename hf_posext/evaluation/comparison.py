@@ -44,6 +44,7 @@ def compare(
     max_documents: int | None = None,
     batch_size: int = 1,
     chunk: int = 1024,
+    prefill_chunk_size: int | None = None,
     seed: int = 0,
     resamples: int = RESAMPLES,
     progress: bool | None = None,
@@ -74,7 +75,9 @@ def compare(
         text_column: column of a dataset or key of a dict that holds the text.
         max_documents: read as many documents at most.
         batch_size: windows per forward pass.
-        chunk: rows of hidden states that the head sees at a time.
+        chunk: rows of hidden states that the head sees at a time, fewer where the vocabulary is large.
+        prefill_chunk_size: tokens fed at a time, with a cache of those before. Equal to one pass to rounding, and on
+            long text takes less memory, and in layers with a sliding window less time; None feeds all at once.
         seed: of the bootstrap.
         resamples: of the bootstrap.
         progress: a bar on stderr; None shows it in a terminal.
@@ -92,7 +95,7 @@ def compare(
         Settings,
         protocol=protocol, targets=targets, endpoints_per_document=endpoints_per_document, stride=stride, bos=bos,
         bars=_default_bars(protocol) if bars is None else bars, text_column=text_column, max_documents=max_documents,
-        batch_size=batch_size, chunk=chunk, seed=seed, resamples=resamples,
+        batch_size=batch_size, chunk=chunk, prefill_chunk_size=prefill_chunk_size, seed=seed, resamples=resamples,
     )  # fmt: skip
     settings = make(context_lengths=context_lengths)
     contenders = read_contenders(methods, per_length=per_length)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+CACHES = ("cache", "past_key_values")
+"""Names of the argument of a forward that is its cache, and of what it gives out; the second on older transformers."""
+
 
 class LengthError(ValueError):
     """A model that cannot read as many tokens."""
@@ -62,8 +65,13 @@ def sees_ahead(network: nn.Module) -> bool:
     return bool(moved[0] > max(1e-4, 4 * torch.finfo(one.dtype).eps) * moved[1])
 
 
-def logits_of(network: nn.Module, ids: Tensor) -> Tensor:
-    """The model's own logits, rows flattened: [B * L, V] in the model's dtype. `ids` is [B, L] or [L].
+def logits_of(network: nn.Module, ids: Tensor, cache: Any = None) -> Tensor:
+    """The model's own logits, rows flattened: [B * L, V] in the model's dtype.
+
+    Args:
+        network: the model.
+        ids: int64 [B, L] or [L].
+        cache: keys and values of the tokens before; those of `ids` are added.
 
     Raises:
         LengthError: more tokens than a learned table has rows for.
@@ -71,7 +79,9 @@ def logits_of(network: nn.Module, ids: Tensor) -> Tensor:
     """
     ids = ids.reshape(-1, ids.shape[-1]).to(device_of(network))
     accepted = inspect.signature(network.forward).parameters
-    options = {"use_cache": False} if "use_cache" in accepted else {}
+    options: dict[str, Any] = {"use_cache": cache is not None} if "use_cache" in accepted else {}
+    if cache is not None:
+        options[cache_argument(network) or ""] = cache
     try:
         outputs = network(input_ids=ids, **options)
     except IndexError as error:
@@ -86,6 +96,12 @@ def logits_of(network: nn.Module, ids: Tensor) -> Tensor:
             "AutoModelForMaskedLM if it is an encoder."
         )
     return logits.flatten(0, 1)
+
+
+def cache_argument(network: nn.Module) -> str | None:
+    """What the model's forward calls its cache of keys and values, None where it takes none."""
+    accepted = inspect.signature(network.forward).parameters
+    return next((name for name in CACHES if name in accepted), None)
 
 
 def device_of(network: nn.Module) -> torch.device:

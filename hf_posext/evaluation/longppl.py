@@ -46,6 +46,7 @@ def longppl(
     max_documents: int | None = None,
     batch_size: int = 1,
     chunk: int = 1024,
+    prefill_chunk_size: int | None = None,
     seed: int = 0,
     resamples: int = RESAMPLES,
     arm: str | None = None,
@@ -75,7 +76,9 @@ def longppl(
         text_column: column of a dataset or key of a dict that holds the text.
         max_documents: read as many documents at most.
         batch_size: windows per forward pass.
-        chunk: rows of hidden states that the head sees at a time.
+        chunk: rows of hidden states that the head sees at a time, fewer where the vocabulary is large.
+        prefill_chunk_size: tokens fed at a time, with a cache of those before. Equal to one pass to rounding, and on
+            long text takes less memory, and in layers with a sliding window less time; None feeds all at once.
         seed: of the bootstrap.
         resamples: of the bootstrap.
         arm: name of this arm in the report; the method's name if None, `none` for an unpatched model.
@@ -91,7 +94,7 @@ def longppl(
     """
     settings = KeySettings(
         context_lengths=[context_length], bos=bos, text_column=text_column, max_documents=max_documents, bars=(),
-        batch_size=batch_size, chunk=chunk, seed=seed, resamples=resamples,
+        batch_size=batch_size, chunk=chunk, prefill_chunk_size=prefill_chunk_size, seed=seed, resamples=resamples,
     )  # fmt: skip
     if reference is not None and key_tokens is not None:
         raise ValueError("Give `reference` or `key_tokens`, not both: it would choose what is there already.")

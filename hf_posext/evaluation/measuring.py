@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,22 +24,22 @@ Scores = dict[int, list[Tensor]]  # context length -> NLL per window, fp32 [targ
 def score_plan(
     model: nn.Module, plan: Mapping[int, Sequence[Pass]], settings: Common, arm: str, progress: bool | None
 ) -> Scores:
-    """NLL of every window of a plan, one length after the other; `arm` is what the progress bar calls the model.
+    """NLL of every window of a plan, what is longest first; `arm` is what the progress bar calls the model.
 
     Raises:
         LengthError: a length that the model cannot read.
     """
-    return {
-        length: score(
-            model,
-            windows,
-            batch_size=settings.batch_size,
-            chunk=settings.chunk,
-            progress=progress,
-            description=f"{arm}, {length} tokens",
-        )
-        for length, windows in plan.items()
-    }
+    scores = score(
+        model,
+        [window for windows in plan.values() for window in windows],
+        batch_size=settings.batch_size,
+        chunk=settings.chunk,
+        prefill_chunk_size=settings.prefill_chunk_size,
+        progress=progress,
+        description=f"{arm}, up to {max(plan, default=0)} tokens",
+    )
+    remaining = iter(scores)
+    return {length: list(islice(remaining, len(windows))) for length, windows in plan.items()}
 
 
 def measurements(settings: Settings, arm: str, plan: Plan, scores: Scores) -> list[Measurement]:

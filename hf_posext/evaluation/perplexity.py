@@ -35,6 +35,7 @@ def perplexity(
     max_documents: int | None = None,
     batch_size: int = 1,
     chunk: int = 1024,
+    prefill_chunk_size: int | None = None,
     seed: int = 0,
     resamples: int = RESAMPLES,
     arm: str | None = None,
@@ -64,7 +65,9 @@ def perplexity(
         text_column: column of a dataset or key of a dict that holds the text.
         max_documents: read as many documents at most.
         batch_size: windows per forward pass.
-        chunk: rows of hidden states that the head sees at a time.
+        chunk: rows of hidden states that the head sees at a time, fewer where the vocabulary is large.
+        prefill_chunk_size: tokens fed at a time, with a cache of those before. Equal to one pass to rounding, and on
+            long text takes less memory, and in layers with a sliding window less time; None feeds all at once.
         seed: of the bootstrap.
         resamples: of the bootstrap.
         arm: name of this arm in the report; the method's name if None (`patched window` for the method `window`, whose
@@ -80,7 +83,7 @@ def perplexity(
         protocol=protocol, context_lengths=context_lengths, targets=targets, stride=stride, bos=bos,
         endpoints_per_document=endpoints_per_document, text_column=text_column, max_documents=max_documents,
         bars=default_bars(protocol) if bars is None else bars,
-        batch_size=batch_size, chunk=chunk, seed=seed, resamples=resamples,
+        batch_size=batch_size, chunk=chunk, prefill_chunk_size=prefill_chunk_size, seed=seed, resamples=resamples,
     )  # fmt: skip
     check_causal(model)
     measured = identify(model, arm)

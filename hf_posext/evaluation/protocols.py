@@ -41,6 +41,7 @@ class Common:
         max_documents: documents read at most; None reads all.
         batch_size: windows per forward pass.
         chunk: rows of hidden states that the head sees at a time.
+        prefill_chunk_size: tokens fed at a time, with a cache of those before; None feeds all at once.
         seed: of the bootstrap.
         resamples: of the bootstrap.
 
@@ -58,14 +59,16 @@ class Common:
     max_documents: int | None
     batch_size: int
     chunk: int
+    prefill_chunk_size: int | None = None
     seed: int
     resamples: int
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "chunk", "resamples"):
             self._set(name, check_count(name, getattr(self, name)))
-        if self.max_documents is not None:
-            self._set("max_documents", check_count("max_documents", self.max_documents))
+        for name in ("max_documents", "prefill_chunk_size"):
+            if getattr(self, name) is not None:
+                self._set(name, check_count(name, getattr(self, name)))
         self._set("context_lengths", _lengths(self.context_lengths))
         self._set("bars", self._checked_bars())
 
@@ -197,10 +200,11 @@ def cut(
     if settings.protocol == "tail":
         plan, skipped = tail_windows(
             documents,
-            [*lengths, *more_lengths],
+            lengths,
             targets=settings.targets or 0,
             endpoints_per_document=settings.endpoints_per_document or 0,
             bos=first,
+            more_lengths=more_lengths,
         )
         needed = settings.longest + (first is None)
     else:

@@ -4,12 +4,14 @@ The logits of a long sequence are by far the largest tensor of an evaluation (32
 and only those at scored positions are needed. So the model's own `forward` runs once per batch up to the hidden states,
 and its head then sees `chunk` rows of them at a time. It is the model's own code that turns them into logits: soft
 caps, logit scales and biases of the head are all kept.
+
+A pass whose tokens are the beginning of another's is read from that one, where the model reads both alike.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -18,9 +20,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from hf_posext.evaluation.arms import vocabulary
 from hf_posext.evaluation.forwards import (
     LengthError,
+    cache_argument,
     causal_lm,
     evaluating,
     is_encoder_decoder,
@@ -29,9 +34,11 @@ from hf_posext.evaluation.forwards import (
     sees_ahead,
 )
 from hf_posext.evaluation.heads import find_backbone, rows_of, run_backbone, run_head
+from hf_posext.evaluation.sharing import Run, alone, follows_length, reads_beginnings_alike, shared
 from hf_posext.evaluation.windows import Pass
 
 NOT_CAUSAL = "Perplexity needs a causal LM head, where a token is predicted from those before it; {what}. {hint}"
+LOGITS = 2**24  # numbers in the logits that the head makes at a time, 64 MB in fp32, however large the vocabulary
 HINT = "Load the model with AutoModelForCausalLM."
 MASKED = "Measure a masked LM with `pseudo_perplexity`, and load any other model with AutoModelForCausalLM."
 
@@ -42,20 +49,23 @@ def score(
     *,
     batch_size: int = 1,
     chunk: int = 1024,
+    prefill_chunk_size: int | None = None,
     progress: bool | None = None,
     description: str = "scoring",
 ) -> list[Tensor]:
     """Negative log-likelihood of every target of every window.
 
-    Windows of equal length share a batch, so no row is ever padded and each is read exactly as it would be alone. With
-    several processes (`accelerate launch`) each scores its share and all get the whole result.
+    Windows of equal length share a batch, so no row is ever padded and each is read exactly as it would be alone. A
+    window that is the beginning of another is read from that one. With several processes (`accelerate launch`) each
+    scores its share and all get the whole result.
 
     Args:
         model: a causal or masked LM, also wrapped by PEFT, DDP or `torch.compile`; its training flags are left as they
             were.
         windows: what to feed and what to score.
         batch_size: windows per forward pass.
-        chunk: rows of hidden states that the head sees at a time.
+        chunk: rows of hidden states that the head sees at a time, fewer where the vocabulary is large (`LOGITS`).
+        prefill_chunk_size: tokens fed at a time, the others before them being in a cache; None feeds all at once.
         progress: a bar on stderr; None shows it where stderr is a terminal.
         description: words beside the bar.
 
@@ -64,18 +74,21 @@ def score(
 
     Raises:
         LengthError: windows that are longer than the model can read; in all processes, if it is so in one.
+        ValueError: a `prefill_chunk_size` for a model that cannot be read in blocks.
     """
     network = causal_lm(model)
+    if prefill_chunk_size is not None:
+        check_blocks(network)
     rank, processes = _place()
-    batches = _batches(windows, batch_size)
     scores: dict[int, Tensor] = {}
     failure: LengthError | None = None
     with evaluating(network), torch.no_grad(), _bar(progress if rank == 0 else False) as bar:
+        batches = _batches(_runs(model, windows), batch_size)
         backbone = find_backbone(network)
+        rows = min(chunk, max(1, LOGITS // (vocabulary(network) or 1)))
         try:
             for batch in bar.track(batches[rank::processes], description=description):
-                found = _score_batch(network, backbone, [windows[index] for index in batch], chunk)
-                scores.update(zip(batch, found, strict=True))
+                scores |= _score_batch(network, backbone, batch, rows, prefill_chunk_size)
         except LengthError as error:
             failure = error  # the other processes wait for this one, so it must not leave before them
     if processes > 1:
@@ -86,6 +99,23 @@ def score(
     if failure is not None:
         raise failure
     return [scores[index] for index in range(len(windows))]
+
+
+def check_blocks(network: nn.Module) -> None:
+    """Refuses a model that a cache does not read as one pass does.
+
+    Raises:
+        ValueError: says why, and to leave `prefill_chunk_size` out.
+    """
+    kind, why = type(network).__name__, None
+    if cache_argument(network) is None or not hasattr(network, "config"):
+        why = "takes no cache of keys and values"
+    elif follows_length(network):
+        why = "turns its keys by the length of the whole input, as its checkpoint says, which cached ones cannot follow"
+    elif sees_ahead(network):
+        why = "looks at the following tokens too"
+    if why is not None:
+        raise ValueError(f"{kind} {why}, so it cannot be read in blocks. Leave `prefill_chunk_size` out.")
 
 
 def check_causal(model: nn.Module) -> None:
@@ -106,39 +136,64 @@ def check_causal(model: nn.Module) -> None:
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=MASKED))
 
 
-def _score_batch(network: nn.Module, backbone: nn.Module | None, batch: list[Pass], chunk: int) -> list[Tensor]:
-    """NLL of windows of one length, fp32 [targets] each."""
-    ids = torch.stack([window.fed for window in batch])  # [B, L]
-    rows = torch.cat([window.rows + row * ids.shape[1] for row, window in enumerate(batch)])
-    targets = torch.cat([window.targets for window in batch])
-    pieces = []
-    read = _reader(network, backbone, ids, rows)
-    for start in range(0, len(rows), chunk):
-        part = slice(start, start + chunk)
-        logits = read(part).float()  # [<= chunk, V]; the loss of bf16 logits would itself be rounded to bf16
-        pieces.append(nn.functional.cross_entropy(logits, targets[part].to(logits.device), reduction="none").cpu())
-    return list(torch.cat(pieces).split([len(window.targets) for window in batch]))
+def _runs(model: nn.Module, windows: Sequence[Pass]) -> list[Run]:
+    """What has to be run to score all windows."""
+    runs = shared(windows)
+    return runs if len(runs) == len(windows) or reads_beginnings_alike(model) else alone(windows)
 
 
-def _reader(network: nn.Module, backbone: nn.Module | None, ids: Tensor, rows: Tensor) -> Callable[[slice], Tensor]:
+def _score_batch(
+    network: nn.Module, backbone: nn.Module | None, batch: list[Run], rows_at_a_time: int, block: int | None
+) -> dict[int, Tensor]:
+    """NLL of the windows of runs of one length: index of the window -> fp32 [targets]."""
+    ids = torch.stack([run.fed for run in batch])  # [B, L]
+    rows = torch.cat([run.rows for run in batch])
+    owners = torch.cat([torch.full_like(run.rows, row) for row, run in enumerate(batch)])
+    targets = torch.cat([run.targets for run in batch])
+    nll = torch.empty(len(targets))
+    for start, part, cache in _blocks(network, ids, block):
+        here = torch.nonzero((rows >= start) & (rows < start + part.shape[1])).flatten()
+        read = _reader(network, backbone, part, owners[here] * part.shape[1] + rows[here] - start, cache)
+        for first in range(0, len(here), rows_at_a_time):
+            some = here[first : first + rows_at_a_time]
+            logits = read(slice(first, first + rows_at_a_time)).float()  # the loss of bf16 logits would be rounded too
+            loss = nn.functional.cross_entropy(logits, targets[some].to(logits.device), reduction="none")
+            nll[some] = loss.cpu()
+    members = [(index, window) for run in batch for index, window in run.members]
+    pieces = nll.split([len(window.targets) for _, window in members])
+    return {index: piece for (index, _), piece in zip(members, pieces, strict=True)}
+
+
+def _blocks(network: Any, ids: Tensor, block: int | None) -> Iterator[tuple[int, Tensor, Any]]:
+    """Where a block begins, its tokens [B, <= block], and the cache of those before; all at once where they fit."""
+    if block is None or ids.shape[1] <= block:
+        yield 0, ids, None
+        return
+    cache = DynamicCache(config=network.config.get_text_config(decoder=True))
+    for start in range(0, ids.shape[1], block):
+        yield start, ids[:, start : start + block], cache
+
+
+def _reader(
+    network: nn.Module, backbone: nn.Module | None, ids: Tensor, rows: Tensor, cache: Any
+) -> Callable[[slice], Tensor]:
     """A function from a slice of `rows` (indices into the flattened batch) to its logits [rows, V]."""
     if backbone is None:
-        logits = logits_of(network, ids)
+        logits = logits_of(network, ids, cache)
         logits = logits[rows.to(logits.device)]
         return lambda part: logits[part]
-    outputs, _ = run_backbone(backbone, lambda: logits_of(network, ids))
+    outputs, _ = run_backbone(backbone, lambda: logits_of(network, ids, cache))
     hidden = rows_of(outputs, rows)
     return lambda part: run_head(backbone, outputs, hidden[part], lambda: logits_of(network, ids))
 
 
-def _batches(windows: Sequence[Pass], batch_size: int) -> list[list[int]]:
-    """Indices of windows of equal length, at most `batch_size` together, longest first: what is too big fails early."""
+def _batches(runs: Sequence[Run], batch_size: int) -> list[list[Run]]:
+    """Runs of equal length, at most `batch_size` together, longest first: what is too big fails early."""
 
-    def length(index: int) -> int:
-        return len(windows[index].fed)
+    def length(run: Run) -> int:
+        return len(run.fed)
 
-    order = sorted(range(len(windows)), key=length, reverse=True)
-    groups = [list(group) for _, group in groupby(order, key=length)]
+    groups = [list(group) for _, group in groupby(sorted(runs, key=length, reverse=True), key=length)]
     return [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
 
 

@@ -7,9 +7,10 @@ A window holds at most T + 1 ids, the last of which is a target only. Documents 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Protocol
 
 import torch
@@ -75,6 +76,7 @@ def tail_windows(
     targets: int,
     endpoints_per_document: int,
     bos: int | None = None,
+    more_lengths: Iterable[int] = (),
 ) -> tuple[dict[int, list[Window]], list[int]]:
     """The same targets seen with contexts of each length, so that lengths differ in context and in nothing else.
 
@@ -82,9 +84,11 @@ def tail_windows(
         documents: token ids, each int64 [tokens].
         context_lengths: context lengths in tokens.
         targets: tokens scored before each endpoint, at most the shortest context length.
-        endpoints_per_document: places in a document where targets end, evenly spread from the first that is deep enough
-            for the longest context to the last token; fewer where targets would overlap.
+        endpoints_per_document: places in a document where targets end, spread from the first that is deep enough for
+            the longest context to the last token; fewer where targets would overlap. Those between are moved a little
+            where windows then begin together, so that the shorter can be read from the longer.
         bos: id put in front of every window.
+        more_lengths: further context lengths for the same targets, which say nothing on where these are.
 
     Returns:
         Context length -> windows, in the same order for each length; and the indices of documents that are too short.
@@ -92,7 +96,8 @@ def tail_windows(
     Raises:
         ValueError: more targets than the shortest context holds.
     """
-    lengths = sorted(set(context_lengths))
+    asked = sorted(set(context_lengths))
+    lengths = sorted({*asked, *more_lengths})
     if targets > lengths[0]:
         raise ValueError(
             f"`targets` must be at most the shortest context length {lengths[0]}, got {targets}. "
@@ -102,7 +107,8 @@ def tail_windows(
     skipped = []
     for index, document in enumerate(documents):
         ids = without_prefix(document, bos)
-        ends = endpoints(len(ids), lengths[-1] - (bos is not None), targets, endpoints_per_document)
+        shallowest = lengths[-1] - (bos is not None)
+        ends = endpoints(len(ids), shallowest, targets, endpoints_per_document, asked)
         if not ends:
             skipped.append(index)
         for length in lengths:
@@ -173,15 +179,24 @@ def digest(windows: Iterable[Pass]) -> str:
     return state.hexdigest()[:16]
 
 
-def endpoints(length: int, shallowest: int, targets: int, count: int) -> list[int]:
-    """Indices of last targets, ascending, from the last token of a document back to `shallowest`, evenly spread."""
+def endpoints(length: int, shallowest: int, targets: int, count: int, context_lengths: Sequence[int] = ()) -> list[int]:
+    """Indices of last targets, ascending, from `shallowest` to the last token of a document, spread evenly.
+
+    Two windows begin together where their ends are as far apart as their lengths. If any ends can be, all but the first
+    are put on the grid of these differences.
+    """
     span = length - 1 - shallowest
     if span < 0:
         return []
     count = min(count, 1 + span // targets)
     if count == 1:
         return [length - 1]
-    return [shallowest + round(step * span / (count - 1)) for step in range(count)]
+    even = span / (count - 1)
+    grid = math.gcd(*(longer - shorter for shorter, longer in pairwise(context_lengths)))
+    on_grid = grid * int(even // grid) if grid else 0
+    if context_lengths and targets <= on_grid <= context_lengths[-1] - context_lengths[0]:
+        return [shallowest, *(length - 1 - step * on_grid for step in reversed(range(count - 1)))]
+    return [shallowest + round(step * even) for step in range(count)]
 
 
 def _rolling(

@@ -162,20 +162,20 @@ def test_an_unpatched_model_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("patch", [None, "pi"])
 def test_no_length_is_read_twice(patch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
+    read: list[tuple[str, int]] = []
 
-    def counted(*arguments: Any, description: str, **rest: Any) -> Any:
-        read.append(description)
-        return score(*arguments, description=description, **rest)
+    def counted(network: Any, windows: Any, *, description: str, **rest: Any) -> Any:
+        read.extend({(description.partition(",")[0], len(window.fed)) for window in windows})
+        return score(network, windows, description=description, **rest)
 
     monkeypatch.setattr("hf_posext.evaluation.measuring.score", counted)
     model = tiny_llama()
     if patch is not None:
         patch_model(model, patch, 2)
     measure(model, bars=["window", "truncate", "none"])
-    own = [f"{patch or 'none'}, {length} tokens" for length in LENGTHS]
-    bars = [] if patch is None else [f"unpatched, {length} tokens" for length in LENGTHS]
-    assert sorted(read) == sorted([*own, *bars, "window, 64 tokens"])
+    own = [(patch or "none", length) for length in LENGTHS]
+    bars = [] if patch is None else [("unpatched", length) for length in LENGTHS]
+    assert sorted(read) == sorted([*own, *bars, ("window", 64)])
 
 
 def test_both_honest_bars_are_there_by_default_for_tail_only() -> None:

@@ -70,9 +70,9 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]]]:
     read: list[tuple[str, bytes]] = []
     original = scoring._score_batch
 
-    def spy(network: Any, backbone: Any, batch: Any, chunk: int) -> Any:
-        read.extend((str(record_of(network)), window.fed.numpy().tobytes()) for window in batch)
-        return original(network, backbone, batch, chunk)
+    def spy(network: Any, backbone: Any, batch: Any, *rest: Any) -> Any:
+        read.extend((str(record_of(network)), run.fed.numpy().tobytes()) for run in batch)
+        return original(network, backbone, batch, *rest)
 
     monkeypatch.setattr(scoring, "_score_batch", spy)
     return read
@@ -207,11 +207,11 @@ def test_a_method_that_the_model_cannot_have_is_a_note() -> None:
 def test_a_method_that_fails_at_one_length_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     original = scoring._score_batch
 
-    def failing(network: Any, backbone: Any, batch: Any, chunk: int) -> Any:
+    def failing(network: Any, backbone: Any, batch: Any, *rest: Any) -> Any:
         record = record_of(network)
         if record is not None and record.method == "pi" and record.target_length == 64:
             raise PatchError("It cannot read 64. Try another.")
-        return original(network, backbone, batch, chunk)
+        return original(network, backbone, batch, *rest)
 
     monkeypatch.setattr(scoring, "_score_batch", failing)
     report = measure(tiny_llama(), ["pi", "yarn"])

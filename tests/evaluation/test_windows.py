@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +190,34 @@ def test_digest_tells_targets_apart() -> None:
     one, other = (sliding_windows([numbered(20) + shift], 8, 4)[0] for shift in (0, 1))
     assert digest(one) != digest(other)
     assert digest(one) != digest(one[:-1])
+
+
+def ends_of(length: int, lengths: list[int], **settings: Any) -> list[int]:
+    """Positions of the last targets in a document of some length."""
+    plan, _ = tail_windows([numbered(length)], lengths, targets=4, endpoints_per_document=4, **settings)
+    return [int(window.targets[-1]) - 1000 for window in plan[lengths[-1]]]
+
+
+@pytest.mark.parametrize("bos", [None, BOS])
+def test_ends_stand_on_the_grid_of_the_lengths_where_windows_can_begin_together(bos: int | None) -> None:
+    first, *rest = ends_of(100, [16, 32, 48], bos=bos)
+    assert first == 48 - (bos is not None)
+    assert rest == [67, 83, 99]  # 17 tokens apart, if they were spread evenly
+
+
+@pytest.mark.parametrize(
+    ("length", "lengths"),
+    [
+        (400, [16, 32, 48]),  # 117 apart: further than any two lengths
+        (60, [16, 32, 48]),  # 3 apart, less than a step of the grid
+        (100, [48]),  # no two lengths
+    ],
+)
+def test_ends_are_spread_evenly_where_no_windows_could_begin_together(length: int, lengths: list[int]) -> None:
+    ends = ends_of(length, lengths)
+    steps = {after - before for before, after in pairwise(ends)}
+    assert max(steps) - min(steps) <= 1
+
+
+def test_more_lengths_leave_the_targets_where_they_are() -> None:
+    assert ends_of(100, [16, 32, 48], more_lengths=[20]) == ends_of(100, [16, 32, 48])
