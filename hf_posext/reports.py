@@ -8,6 +8,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ class Report(ABC, JupyterMixin):
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: dicts, lists, str, int, finite float, bool and None."""
+
+    def named(self, *names: str) -> dict[str, Any]:
+        """Some of its attributes as plain data."""
+        return {name: plain(getattr(self, name)) for name in names}
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one JSON document.
@@ -56,7 +61,7 @@ class Report(ABC, JupyterMixin):
 
 
 def plain(value: Any) -> Any:
-    """A copy that JSON can carry: mappings to dicts, sequences to lists, numbers of numpy and torch to Python's own.
+    """A copy that JSON can carry: mappings and dataclasses to dicts, sequences to lists, all numbers to Python's own.
 
     JSON has no NaN and no infinity: both become None.
 
@@ -71,6 +76,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
         return plain(value.tolist())
     raise TypeError(f"A report holds plain data only, got {value!r} of type {type(value).__name__}.")

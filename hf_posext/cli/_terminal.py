@@ -1,11 +1,11 @@
-"""What the commands share: their common arguments, loading a MODEL without noise, and writing results to stdout."""
+"""What the commands share: arguments and how their words are read, loading a MODEL without noise, writing results."""
 
 from __future__ import annotations
 
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from hf_posext.errors import quoted
-from hf_posext.reports import TEXT_WIDTH, plain, write_atomically
+from hf_posext.reports import TEXT_WIDTH, Report, plain, write_atomically
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,23 @@ DEMO = "demo:"
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or demo:llama, demo:gpt_neox, demo:bert.")
 ]
+ContextLengthsOption = Annotated[str, typer.Option(metavar="N,N,...", help="Context lengths in tokens.")]
+TextOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="A .txt file (one document), or .jsonl or .jsonl.gz (one per line); repeatable."),
+]
+TextColumnOption = Annotated[str, typer.Option(help="Key of the text in a .jsonl file.")]
+DocumentsOption = Annotated[int | None, typer.Option(help="Read this many documents at most.")]
+StrideOption = Annotated[int | None, typer.Option(help="Protocol sliding: tokens by which the window moves.")]
+PrefillChunkOption = Annotated[
+    int | None,
+    typer.Option("--prefill-chunk-size", help="Tokens fed at a time, with a cache of those before; all if not given."),
+]
+BatchSizeOption = Annotated[int, typer.Option(help="Windows per forward pass.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")]
+ReportOption = Annotated[Path | None, typer.Option(help="Folder for report.json and plot.png.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
+MethodOption = Annotated[str | None, typer.Option(help="Patch with this method first; without it, as the model is.")]
 FactorOption = Annotated[
     float | None, typer.Option(help="Target length over trained length, >= 1; or give --target-length.")
 ]
@@ -66,6 +82,59 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[key] = text
     return options
+
+
+def patch_arguments(
+    factor: float | None, target_length: int | None, dynamic: bool, option: list[str] | None
+) -> dict[str, Any]:
+    """What a command line says of a patch, as arguments of `patch_model`; what it leaves out is not among them.
+
+    Raises:
+        ValueError: an option that cannot be read, or that has a word of its own which is given too.
+    """
+    words = given({"factor": factor, "target_length": target_length, "dynamic": dynamic or None})
+    options = parse_options(option)
+    for name in words.keys() & options:
+        raise ValueError(
+            f"`{name}` is given twice: {words[name]!r} and {options[name]!r}. Leave `--option {name}` out."
+        )
+    return words | options
+
+
+def check_method(method: object, arguments: Mapping[str, Any]) -> None:
+    """Refuses what belongs to a method where there is none.
+
+    Raises:
+        ValueError: names the words that belong to one.
+    """
+    if arguments and not method:
+        raise ValueError(
+            "`--factor`, `--target-length`, `--dynamic` and `--option` belong to a method. Give --method as well."
+        )
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Whole numbers between commas.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"`--context-lengths` must be whole numbers between commas, got {text!r}. For example 256,1024."
+        ) from None
+
+
+def parse_names(text: str | None) -> list[str] | None:
+    """Words between commas, none for an empty text; None where they were not given."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; the others keep the defaults of the function."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def locate(name: str) -> str:
@@ -166,6 +235,14 @@ def show(*parts: RenderableType) -> None:
         console.width = TEXT_WIDTH
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+def show_report(report: Report, files: Iterable[Path] = (), *, as_json: bool) -> None:
+    """Writes a report to stdout, and where it was saved; as one JSON document it is the report alone."""
+    if as_json:
+        show_json(report.to_dict())
+    else:
+        show(report, *(f"saved {path}" for path in files))
 
 
 def show_json(data: Mapping[str, Any]) -> None:

@@ -7,8 +7,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posext.cli._terminal import JsonOption, ModelArgument, parse_options, quiet, show, show_json, write_report
-from hf_posext.cli.evaluate import given, load_for_scoring, parse_lengths, read_texts
+from hf_posext.cli._terminal import (
+    BatchSizeOption,
+    ContextLengthsOption,
+    DocumentsOption,
+    JsonOption,
+    ModelArgument,
+    PrefillChunkOption,
+    StrideOption,
+    TextColumnOption,
+    TextOption,
+    given,
+    parse_lengths,
+    parse_names,
+    parse_options,
+    quiet,
+    show_report,
+    write_report,
+)
+from hf_posext.cli.evaluate import load_for_scoring, read_texts
 
 if TYPE_CHECKING:
     from hf_posext.evaluation.comparison_report import ComparisonReport
@@ -18,7 +35,7 @@ DYNAMIC = "dynamic"
 
 def run(
     model: ModelArgument,
-    context_lengths: Annotated[str, typer.Option(metavar="N,N,...", help="Context lengths in tokens.")],
+    context_lengths: ContextLengthsOption,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -27,11 +44,8 @@ def run(
             "and apply to the model if not given.",
         ),
     ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="A .txt file (one document), or .jsonl or .jsonl.gz (one per line); repeatable."),
-    ] = None,
-    text_column: Annotated[str, typer.Option(help="Key of the text in a .jsonl file.")] = "text",
+    text: TextOption = None,
+    text_column: TextColumnOption = "text",
     per_length: Annotated[
         bool,
         typer.Option(
@@ -39,7 +53,7 @@ def run(
         ),
     ] = True,
     protocol: Annotated[str, typer.Option(help="tail, full, sliding or disjoint.")] = "tail",
-    stride: Annotated[int | None, typer.Option(help="Protocol sliding: tokens by which the window moves.")] = None,
+    stride: StrideOption = None,
     targets: Annotated[int | None, typer.Option(help="Protocol tail: tokens scored at each endpoint.")] = None,
     endpoints: Annotated[
         int | None, typer.Option(help="Protocol tail: places in each document where targets end.")
@@ -47,8 +61,9 @@ def run(
     bars: Annotated[
         str | None, typer.Option(help="Bars to beat, with commas: none, truncate, window; all if not given.")
     ] = None,
-    documents: Annotated[int | None, typer.Option(help="Read this many documents at most.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
+    documents: DocumentsOption = None,
+    batch_size: BatchSizeOption = 1,
+    prefill_chunk_size: PrefillChunkOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for report.html, .json, .csv and .md, plot.png and tradeoff.png."),
@@ -71,17 +86,15 @@ def run(
             context_lengths=lengths,
             per_length=per_length,
             protocol=protocol,
-            bars=None if bars is None else [bar.strip() for bar in bars.split(",") if bar.strip()],
+            bars=parse_names(bars),
             text_column=text_column,
             max_documents=documents,
             batch_size=batch_size,
+            prefill_chunk_size=prefill_chunk_size,
             **given(more),
         )
         files = [] if out is None else write(report, out)
-    if as_json:
-        show_json(report.to_dict())
-    else:
-        show(report, *(f"saved {path}" for path in files))
+    show_report(report, files, as_json=as_json)
 
 
 def parse_methods(text: str) -> list[dict[str, Any]]:
@@ -90,7 +103,7 @@ def parse_methods(text: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: a word that is no option.
     """
-    return [parse_method(word.strip()) for word in text.split(",") if word.strip()]
+    return [parse_method(word) for word in parse_names(text) or ()]
 
 
 def parse_method(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, load_tokenizer, quiet, show, show_json
+from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, load_tokenizer, quiet, show_report
 
 FAULTY = 1  # exit code where something is wrong
 
@@ -15,9 +15,6 @@ def run(model: ModelArgument, as_json: JsonOption = False) -> None:
         from hf_posext.diagnosis import diagnose
 
         report = diagnose(load_model(model), load_tokenizer(model))
-    if as_json:
-        show_json(report.to_dict())
-    else:
-        show(report)
+    show_report(report, as_json=as_json)
     if not report.is_healthy:
         raise typer.Exit(FAULTY)

@@ -13,19 +13,31 @@ import typer
 
 from hf_posext.cli._terminal import (
     DEMO,
+    BatchSizeOption,
+    ContextLengthsOption,
+    DocumentsOption,
     DynamicOption,
     FactorOption,
     JsonOption,
     LayersOption,
+    MethodOption,
     ModelArgument,
     OptionOption,
+    PrefillChunkOption,
+    ReportOption,
+    StrideOption,
     TargetLengthOption,
+    TextColumnOption,
+    TextOption,
+    check_method,
+    given,
     load_model,
     load_tokenizer,
-    parse_options,
+    parse_lengths,
+    parse_names,
+    patch_arguments,
     quiet,
-    show,
-    show_json,
+    show_report,
     write_report,
 )
 
@@ -35,15 +47,10 @@ if TYPE_CHECKING:
 
 def run(
     model: ModelArgument,
-    context_lengths: Annotated[str, typer.Option(metavar="N,N,...", help="Context lengths in tokens.")],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="A .txt file (one document), or .jsonl or .jsonl.gz (one per line); repeatable."),
-    ] = None,
-    text_column: Annotated[str, typer.Option(help="Key of the text in a .jsonl file.")] = "text",
-    method: Annotated[
-        str | None, typer.Option(help="Patch with this method first; without it, as the model is.")
-    ] = None,
+    context_lengths: ContextLengthsOption,
+    text: TextOption = None,
+    text_column: TextColumnOption = "text",
+    method: MethodOption = None,
     factor: FactorOption = None,
     target_length: TargetLengthOption = None,
     dynamic: DynamicOption = False,
@@ -52,52 +59,49 @@ def run(
     protocol: Annotated[
         str | None, typer.Option(help="Causal models: tail (if not given), full, sliding or disjoint.")
     ] = None,
-    stride: Annotated[int | None, typer.Option(help="Protocol sliding: tokens by which the window moves.")] = None,
+    stride: StrideOption = None,
     mask_share: Annotated[float | None, typer.Option(help="Masked LMs: share of the tokens masked at a time.")] = None,
     draws: Annotated[int | None, typer.Option(help="Masked LMs: passes, each with other tokens masked.")] = None,
     bars: Annotated[
         str | None, typer.Option(help="Bars to beat, with commas: truncate, none, for causal models also window.")
     ] = None,
-    documents: Annotated[int | None, typer.Option(help="Read this many documents at most.")] = None,
+    documents: DocumentsOption = None,
     endpoints: Annotated[
         int | None, typer.Option(help="Protocol tail and masked LMs: places in each document where targets end.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.json and plot.png.")] = None,
+    batch_size: BatchSizeOption = 1,
+    prefill_chunk_size: PrefillChunkOption = None,
+    out: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure perplexity at several context lengths, on the same tokens, with intervals over documents.
 
     Of a masked LM it is the pseudo-perplexity, positions up to the trained length and beyond it apart.
     """
-    lengths, options, texts = parse_lengths(context_lengths), parse_options(option), read_texts(model, text)
-    if method is None and (options or dynamic or factor is not None or target_length is not None):
-        raise ValueError(
-            "`--factor`, `--target-length`, `--dynamic` and `--option` belong to a method. Give --method as well."
-        )
+    lengths, texts = parse_lengths(context_lengths), read_texts(model, text)
+    patch = patch_arguments(factor, target_length, dynamic, option)
+    check_method(method, patch)
     with quiet():
         from hf_posext.patching import patch_model
 
         network, tokenizer = load_for_scoring(model)
-        measure = choose(network, {"protocol": protocol, "stride": stride}, {"mask_share": mask_share, "draws": draws})
+        causal = {"protocol": protocol, "stride": stride, "prefill_chunk_size": prefill_chunk_size}
+        measure = choose(network, causal, {"mask_share": mask_share, "draws": draws})
         if method is not None:
-            patch_model(network, method, factor, target_length=target_length, dynamic=dynamic, layers=layers, **options)
+            patch_model(network, method, layers=layers, **patch)
         report = measure(
             network,
             tokenizer,
             texts,
             context_lengths=lengths,
-            bars=None if bars is None else [bar.strip() for bar in bars.split(",") if bar.strip()],
+            bars=parse_names(bars),
             text_column=text_column,
             max_documents=documents,
             batch_size=batch_size,
             **given({"endpoints_per_document": endpoints}),
         )
         files = [] if out is None else write_report(report, report.to_dict(), out)
-    if as_json:
-        show_json(report.to_dict())
-    else:
-        show(report, *(f"saved {path}" for path in files))
+    show_report(report, files, as_json=as_json)
 
 
 def choose(network: Any, causal: dict[str, Any], masked: dict[str, Any]) -> Callable[..., PerplexityReport]:
@@ -120,25 +124,6 @@ def choose(network: Any, causal: dict[str, Any], masked: dict[str, Any]) -> Call
         word = f"--{name.replace('_', '-')}"
         raise ValueError(f"`{word}` is for {kind}, got {value!r} with {type(network).__name__}. Leave it out.")
     return partial(pseudo_perplexity if is_masked else perplexity, **given(own))
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; the others keep the defaults of the function."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def parse_lengths(text: str) -> list[int]:
-    """Whole numbers between commas.
-
-    Raises:
-        ValueError: anything else.
-    """
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"`--context-lengths` must be whole numbers between commas, got {text!r}. For example 256,1024."
-        ) from None
 
 
 def read_texts(model: str, files: list[Path] | None) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posext.cli._terminal import JsonOption, load_model, load_tokenizer, quiet, show, show_json
+from hf_posext.cli._terminal import JsonOption, ThreadsOption, load_model, load_tokenizer, quiet, show, show_json
 
 STOPPED = 128 + signal.SIGTERM
 
@@ -21,7 +21,7 @@ def run(
             "--set", metavar="KEY=VALUE", help="Override a key of the file, as training.max_steps=50; repeatable."
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as torch chooses if not given.")] = None,
+    threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tune a patched model for a few hundred steps, save what was trained, and measure what it gained."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, quiet, show, show_json
+from hf_posext.cli._terminal import JsonOption, ModelArgument, load_model, quiet, show_report
 
 
 def run(model: ModelArgument, as_json: JsonOption = False) -> None:
@@ -11,7 +11,4 @@ def run(model: ModelArgument, as_json: JsonOption = False) -> None:
         from hf_posext.inspection import inspect_model
 
         report = inspect_model(load_model(model))
-    if as_json:
-        show_json(report.to_dict())
-    else:
-        show(report)
+    show_report(report, as_json=as_json)

@@ -8,27 +8,32 @@ from typing import Annotated, Any
 import typer
 
 from hf_posext.cli._terminal import (
+    ContextLengthsOption,
     DynamicOption,
     FactorOption,
     JsonOption,
     LayersOption,
+    MethodOption,
     ModelArgument,
     OptionOption,
+    ReportOption,
     TargetLengthOption,
-    parse_options,
+    TextColumnOption,
+    check_method,
+    given,
+    parse_lengths,
+    parse_names,
+    patch_arguments,
     quiet,
-    show,
-    show_json,
+    show_report,
     write_report,
 )
-from hf_posext.cli.evaluate import given, load_for_scoring, parse_lengths, read_file
+from hf_posext.cli.evaluate import load_for_scoring, read_file
 
 
 def run(
     model: ModelArgument,
-    context_lengths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Context lengths in tokens, prompt and answer together.")
-    ],
+    context_lengths: ContextLengthsOption,
     probe: Annotated[
         str, typer.Option(help="passkey, copy, repeat or key_value; a tiny model can do copy best.")
     ] = "passkey",
@@ -44,10 +49,8 @@ def run(
         list[Path] | None,
         typer.Option(help="Text to hide the answer in: a .txt, .jsonl or .jsonl.gz file; repeatable."),
     ] = None,
-    text_column: Annotated[str, typer.Option(help="Key of the text in a .jsonl file.")] = "text",
-    method: Annotated[
-        str | None, typer.Option(help="Patch with this method first; without it, as the model is.")
-    ] = None,
+    text_column: TextColumnOption = "text",
+    method: MethodOption = None,
     factor: FactorOption = None,
     target_length: TargetLengthOption = None,
     dynamic: DynamicOption = False,
@@ -59,40 +62,36 @@ def run(
     gate: Annotated[float | None, typer.Option(help="Accuracy within the trained length that is needed.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Prompts per pass.")] = None,
     seed: Annotated[int, typer.Option(help="Of keys, random strings and filler.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.json and plot.png.")] = None,
+    out: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what a model retrieves from far back: exact answers at each depth of each context length.
 
+    A context length is that of prompt and answer together.
+
     Where the model cannot do the probe within its trained length, the result says that it is vacuous.
     """
-    lengths, options = parse_lengths(context_lengths), parse_options(option)
+    lengths, patch = parse_lengths(context_lengths), patch_arguments(factor, target_length, dynamic, option)
+    check_method(method, patch)
     places = None if depths is None else parse_depths(depths)
     texts = None if not text else [document for path in text for document in read_file(path)]
-    if method is None and (options or dynamic or factor is not None or target_length is not None):
-        raise ValueError(
-            "`--factor`, `--target-length`, `--dynamic` and `--option` belong to a method. Give --method as well."
-        )
     with quiet():
         from hf_posext.evaluation.passkey import passkey
         from hf_posext.patching import patch_model
 
         network, tokenizer = load_for_scoring(model)
         if method is not None:
-            patch_model(network, method, factor, target_length=target_length, dynamic=dynamic, layers=layers, **options)
+            patch_model(network, method, layers=layers, **patch)
         more = {
             "depths": places, "trials": trials, "answer_length": answer_length, "wording": wording, "gate": gate,
-            "batch_size": batch_size, "bars": None if bars is None else parse_names(bars),
+            "batch_size": batch_size, "bars": parse_names(bars),
         }  # fmt: skip
         report: Any = passkey(
             network, tokenizer, context_lengths=lengths, probe=probe, documents=texts, text_column=text_column,
             seed=seed, **given(more),
         )  # fmt: skip
         files = [] if out is None else write_report(report, report.to_dict(), out)
-    if as_json:
-        show_json(report.to_dict())
-    else:
-        show(report, *(f"saved {path}" for path in files))
+    show_report(report, files, as_json=as_json)
 
 
 def parse_depths(text: str) -> list[float]:
@@ -105,8 +104,3 @@ def parse_depths(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"`--depths` must be numbers between commas, got {text!r}. For example 0,0.5,1.") from None
-
-
-def parse_names(text: str) -> list[str]:
-    """Words between commas, none for an empty text."""
-    return [name.strip() for name in text.split(",") if name.strip()]

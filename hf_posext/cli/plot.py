@@ -15,8 +15,9 @@ from hf_posext.cli._terminal import (
     LayersOption,
     OptionOption,
     TargetLengthOption,
+    check_method,
     load_model,
-    parse_options,
+    patch_arguments,
     quiet,
     show,
     show_json,
@@ -63,9 +64,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Draw perplexity, loss by position or a training curve of reports, or the position encoding of a model."""
-    arguments = parse_options(option)
-    patch = {"factor": factor, "target_length": target_length, "dynamic": dynamic or None}
-    arguments |= {name: value for name, value in patch.items() if value is not None}
+    arguments = patch_arguments(factor, target_length, dynamic, option)
     check_words(kind, sources, method or [], arguments, reach)
     with quiet():
         from hf_posext.evaluation.plots import check_suffix, save_figure
@@ -97,10 +96,7 @@ def check_words(
         raise ValueError(f"`{kind}` is drawn from reports, which methods do not change. Leave out what is about one.")
     if kind not in ("perplexity", "loss") and len(sources) > 1:
         raise ValueError(f"`{kind}` is drawn of one source, got {len(sources)}: {sources}. Draw each by itself.")
-    if arguments and not methods:
-        raise ValueError(
-            "`--factor`, `--target-length`, `--dynamic` and `--option` belong to a method. Give --method as well."
-        )
+    check_method(methods, arguments)
     if kind == "spectrum" and reach is not None:
         raise ValueError(f"`--reach` is for bias and sinusoids, got {reach} with spectrum. Leave it out.")
     if len(methods) > 1 and kind not in SEVERAL:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import RenderableType
 
+from hf_posext.evaluation.arms_report import saved
 from hf_posext.evaluation.perplexity_report import ALL, Measurement, PerplexityReport
 from hf_posext.evaluation.protocols import HONEST
 from hf_posext.evaluation.significance import holm, p_value, verdict
-from hf_posext.reports import plain, write_atomically
+from hf_posext.reports import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,14 +103,8 @@ class ComparisonReport(PerplexityReport):
 
     def to_dict(self) -> dict[str, Any]:
         """As of a `PerplexityReport`; also `significance`, `short_rows`, `tradeoff`, `reading` and `short`."""
-        more = {
-            "significance": self.significance,
-            "short_rows": self.short_rows,
-            "tradeoff": self.tradeoff,
-            "reading": self.reading,
-            "short": [asdict(measurement) for measurement in self.short],
-        }
-        return super().to_dict() | plain(more)
+        more = self.named("significance", "short_rows", "tradeoff", "reading", "short")
+        return super().to_dict() | more
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -139,12 +134,8 @@ class ComparisonReport(PerplexityReport):
     def plot_tradeoff(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Loss at the longest context against the price at N as a figure, written as .png, .svg or .pdf to a path."""
         from hf_posext.evaluation.comparison_plot import plot_tradeoff
-        from hf_posext.evaluation.plots import save_figure
 
-        figure = plot_tradeoff(self)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return saved(plot_tradeoff(self), path)
 
     def table(self) -> RenderableType:
         """Perplexities, differences to a bar with verdicts, the price, sentences and notes."""
@@ -184,11 +175,11 @@ class ComparisonReport(PerplexityReport):
             "difference_high": found["high"],
         }
 
-    def _take(self, report: PerplexityReport, arm: str) -> None:
+    def _take(self, report: Self, arm: str) -> str | None:
         """Adds one arm of another report, its price too."""
-        super()._take(report, arm)
         if isinstance(report, ComparisonReport):
             self.short += [one for one in report.short if one.arm in (arm, "none") and one not in self.short]
+        return super()._take(report, arm)
 
 
 def _worded(row: Mapping[str, Any]) -> str | None:

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
+from hf_posext.evaluation.arms_report import saved
 from hf_posext.evaluation.perplexity_report import ALL, Measurement, PerplexityReport
-from hf_posext.records import PatchRecord
-from hf_posext.reports import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,9 +73,7 @@ class LongPplReport(PerplexityReport):
 
     def to_dict(self) -> dict[str, Any]:
         """As `PerplexityReport.to_dict`, with `longppl`, `perplexity`, `key_count`, `key_tokens` and `selection`."""
-        names = ("longppl", "perplexity", "key_count", "key_tokens", "selection")
-        own = {name: getattr(self, name) for name in names}
-        return {**super().to_dict(), **plain(own)}
+        return super().to_dict() | self.named("longppl", "perplexity", "key_count", "key_tokens", "selection")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -100,19 +96,13 @@ class LongPplReport(PerplexityReport):
             f"{self.rows[0]['documents']} documents",
             "in brackets 95 % over documents",
         ]
-        arms = [f"{arm}: {PatchRecord.from_dict(each).describe()}" for arm, each in self.records.items() if each]
-        lines = [Text(line, style="dim") for line in [", ".join(about), *arms]]
-        return Group(Text("LongPPL", style="bold"), table, *lines, *(Text(f"note: {note}") for note in self.notes))
+        return self.titled("LongPPL", table, [", ".join(about), *self.described()])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """LongPPL and the perplexity of all tokens with their intervals, a line for each arm; .png, .svg or .pdf."""
         from hf_posext.evaluation.longppl_plot import plot_longppl
-        from hf_posext.evaluation.plots import save_figure
 
-        figure = plot_longppl(self)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return saved(plot_longppl(self), path)
 
     def _row(self, measurement: Measurement) -> dict[str, Any]:
         """The numbers of one arm, and of which tokens."""

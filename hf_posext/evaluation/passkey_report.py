@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import RenderableType
 
+from hf_posext.evaluation.arms_report import ArmsReport, saved
 from hf_posext.evaluation.statistics import wilson
-from hf_posext.reports import Report, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-INCIDENTAL = ("batch_size", "bars", "decoding")  # settings that do not change what an arm's number means
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def share(cells: Iterable[Cell]) -> dict[str, Any]:
 
 
 @dataclass(repr=False, eq=False)
-class PasskeyReport(Report):
+class PasskeyReport(ArmsReport):
     """Share of answers that one or more arms retrieve, by depth and context length.
 
     Attributes:
@@ -59,22 +57,15 @@ class PasskeyReport(Report):
         notes: what a reader must know beside the numbers.
     """
 
+    units = "trials"
+    incidental = ("batch_size", "bars", "decoding")
+
     protocol: dict[str, Any]
     cells: list[Cell]
     gates: dict[str, dict[str, Any]]
     records: dict[str, dict[str, Any] | None]
     trained_length: int | None = None
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def arms(self) -> list[str]:
-        """Names of the arms, in the order in which they were measured."""
-        return list(dict.fromkeys(cell.arm for cell in self.cells))
-
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """The patch record of the first patched arm."""
-        return next((record for record in self.records.values() if record is not None), None)
 
     @property
     def vacuous(self) -> bool | None:
@@ -105,38 +96,18 @@ class PasskeyReport(Report):
         return share(cells) if cells else None
 
     @classmethod
-    def join(cls, reports: Sequence[Self]) -> Self:
-        """One report of the arms of several, which must have answered the same trials; a bar with equal cells is once.
-
-        Raises:
-            ValueError: no reports, other settings or trials, or an arm of one name with other numbers.
-        """
-        if not reports:
-            raise ValueError("`reports` is empty. Give at least one report to join.")
-        first = reports[0]
-        whole = cls(first.protocol, [], {}, {}, first.trained_length)
+    def join(cls, reports: Iterable[Self]) -> Self:
+        """As `ArmsReport.join`, with the gates of all; the first of a name is kept."""
+        reports = list(reports)
+        whole = super().join(reports)
         for report in reports:
-            _check_same(first.protocol, report.protocol)
-            for arm in report.arms:
-                whole._take(report, arm)
             whole.gates |= {arm: gate for arm, gate in report.gates.items() if arm not in whole.gates}
-            whole.notes += [note for note in report.notes if note not in whole.notes]
         return whole
 
     def to_dict(self) -> dict[str, Any]:
         """`protocol`, `rows`, `gates`, `vacuous`, `record`, `records`, `trained_length`, `notes`, `cells`."""
-        return plain(
-            {
-                "protocol": self.protocol,
-                "rows": self.rows,
-                "gates": self.gates,
-                "vacuous": self.vacuous,
-                "record": self.record,
-                "records": self.records,
-                "trained_length": self.trained_length,
-                "notes": self.notes,
-                "cells": [asdict(cell) for cell in self.cells],
-            }
+        return self.named(
+            "protocol", "rows", "gates", "vacuous", "record", "records", "trained_length", "notes", "cells"
         )
 
     @classmethod
@@ -148,12 +119,8 @@ class PasskeyReport(Report):
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """A heat map of depth against context length for each arm, written as .png, .svg or .pdf to a path."""
         from hf_posext.evaluation.passkey_plot import plot_passkey
-        from hf_posext.evaluation.plots import save_figure
 
-        figure = plot_passkey(self)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return saved(plot_passkey(self), path)
 
     def table(self) -> RenderableType:
         """Arms and depths x context lengths, each cell the accuracy and its interval, all depths together below."""
@@ -161,22 +128,10 @@ class PasskeyReport(Report):
 
         return passkey_table(self)
 
-    def _take(self, report: PasskeyReport, arm: str) -> None:
-        """Adds one arm of another report."""
-        found = [cell for cell in report.cells if cell.arm == arm]
-        if arm not in self.arms:
-            self.cells += found
-            self.records[arm] = report.records.get(arm)
-        elif found != [cell for cell in self.cells if cell.arm == arm]:
-            raise ValueError(f"Two reports have an arm `{arm}` with other numbers. Name one of them with `arm=`.")
+    @property
+    def _measured(self) -> list[Cell]:
+        return self.cells
 
-
-def _check_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuses to compare numbers that were measured differently."""
-    for name in [*one, *other]:
-        if name not in INCIDENTAL and one.get(name) != other.get(name):
-            what = "the trials" if name == "digest" else f"`{name}`"
-            raise ValueError(
-                f"Reports can be joined only on the same trials with the same settings; they differ in {what}: "
-                f"{one.get(name)!r} and {other.get(name)!r}. Measure both with one set of settings."
-            )
+    @classmethod
+    def _begun(cls, first: Self) -> Self:
+        return cls(first.protocol, [], {}, {}, first.trained_length)

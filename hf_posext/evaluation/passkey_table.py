@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Column, Table
-from rich.text import Text
-
-from hf_posext.records import PatchRecord
 
 if TYPE_CHECKING:
     from hf_posext.evaluation.passkey_report import PasskeyReport
@@ -25,9 +22,8 @@ def passkey_table(report: PasskeyReport) -> RenderableType:
             table.add_row(arm, f"{depth:g}", *(_cell(cells.get((arm, depth, length))) for length in lengths))
         pooled = (_cell(report.over_depths(arm, length)) for length in lengths)
         table.add_row(arm, "all", *pooled, style="bold", end_section=True)
-    title = Text(f"Answers retrieved, probe {report.protocol['probe']}, by context length in tokens", style="bold")
-    notes = (Text(f"note: {note}") for note in report.notes)
-    return Group(title, table, *(Text(line, style="dim") for line in _caption(report)), *notes)
+    title = f"Answers retrieved, probe {report.protocol['probe']}, by context length in tokens"
+    return report.titled(title, table, _caption(report))
 
 
 def _caption(report: PasskeyReport) -> list[str]:
@@ -44,15 +40,10 @@ def _caption(report: PasskeyReport) -> list[str]:
         *known,
         "in brackets 95 %",
     ]
-    arms = [
-        f"{arm}: {PatchRecord.from_dict(record).describe()}"
-        for arm, record in report.records.items()
-        if record is not None
-    ]
     gates = ", ".join(f"{arm} {_cell(gate)}" for arm, gate in report.gates.items())
     place = next((gate["context_length"] for gate in report.gates.values()), None)
     within = f"within the trained length, at {place} tokens (gate {protocol['gate']:g}): {gates}"
-    return [", ".join(about), *arms, *([within] if gates else [])]
+    return [", ".join(about), *report.described(), *([within] if gates else [])]
 
 
 def _cell(found: Mapping[str, Any] | None) -> str:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import RenderableType
 
 from hf_posext.errors import unknown
+from hf_posext.evaluation.arms_report import ArmsReport, saved
 from hf_posext.evaluation.protocols import BARS
 from hf_posext.evaluation.statistics import mean_nll, nll_difference, perplexity_of
-from hf_posext.reports import Report, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALL = "all"
-INCIDENTAL = ("batch_size", "chunk", "bars")  # settings that do not change what an arm's number means
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Measurement:
 
 
 @dataclass(repr=False, eq=False)
-class PerplexityReport(Report):
+class PerplexityReport(ArmsReport):
     """Perplexity of one or more arms at several context lengths.
 
     Attributes:
@@ -58,6 +57,9 @@ class PerplexityReport(Report):
         curve: protocol `full` only: NLL in buckets of positions, `first` <= tokens of context <= `last`.
     """
 
+    units = "scored tokens"
+    incidental = ("batch_size", "chunk", "prefill_chunk_size", "bars")
+
     protocol: dict[str, Any]
     measurements: list[Measurement]
     records: dict[str, dict[str, Any] | None]
@@ -67,19 +69,9 @@ class PerplexityReport(Report):
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def arms(self) -> list[str]:
-        """Names of the arms, in the order in which they were measured."""
-        return list(dict.fromkeys(measurement.arm for measurement in self.measurements))
-
-    @property
     def shown_positions(self) -> list[str]:
         """Groups of positions that tables and figures tell apart."""
         return [ALL]
-
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """The patch record of the first patched arm."""
-        return next((record for record in self.records.values() if record is not None), None)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -113,42 +105,10 @@ class PerplexityReport(Report):
             "documents": len(one.documents),
         }
 
-    @classmethod
-    def join(cls, reports: Iterable[Self]) -> Self:
-        """One report of the arms of several, which must have been measured on the same targets with the same settings.
-
-        A bar that stands in several reports with equal numbers is kept once; one with other numbers (of a tuned model)
-        is kept as `truncate (arm)`.
-
-        Raises:
-            ValueError: no reports, other settings or targets, or two arms of one name.
-        """
-        reports = list(reports)
-        if not reports:
-            raise ValueError("`reports` is empty. Give at least one report to join.")
-        first = reports[0]
-        whole = cls(first.protocol, [], {}, first.trained_length, first.skipped)
-        for report in reports:
-            _check_same(first.protocol, report.protocol)
-            for arm in report.arms:
-                whole._take(report, arm)
-            whole.notes += [note for note in report.notes if note not in whole.notes]
-        return whole
-
     def to_dict(self) -> dict[str, Any]:
         """`protocol`, `rows`, `record`, `records`, `trained_length`, `skipped`, `notes`, `curve`, `measurements`."""
-        return plain(
-            {
-                "protocol": self.protocol,
-                "rows": self.rows,
-                "record": self.record,
-                "records": self.records,
-                "trained_length": self.trained_length,
-                "skipped": self.skipped,
-                "notes": self.notes,
-                "curve": self.curve,
-                "measurements": [asdict(measurement) for measurement in self.measurements],
-            }
+        return self.named(
+            "protocol", "rows", "record", "records", "trained_length", "skipped", "notes", "curve", "measurements"
         )
 
     @classmethod
@@ -170,12 +130,9 @@ class PerplexityReport(Report):
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Perplexity against context length as a matplotlib figure, written as .png, .svg or .pdf to a path."""
-        from hf_posext.evaluation.plots import plot_perplexity, save_figure
+        from hf_posext.evaluation.plots import plot_perplexity
 
-        figure = plot_perplexity(self)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return saved(plot_perplexity(self), path)
 
     def table(self) -> RenderableType:
         """Arms x context lengths, each cell the perplexity over its interval; below it what was measured, and notes."""
@@ -228,30 +185,25 @@ class PerplexityReport(Report):
             raise ValueError(unknown(f"positions at {context_length} tokens:", positions, found))
         return found[positions]
 
-    def _take(self, report: PerplexityReport, arm: str) -> None:
-        """Adds one arm of another report."""
-        found = [measurement for measurement in report.measurements if measurement.arm == arm]
-        name = arm
-        if arm in self.arms:
-            if found == [measurement for measurement in self.measurements if measurement.arm == arm]:
-                return
-            name = f"{arm} ({report.arms[0]})"
-            if arm not in BARS or name in self.arms:
-                raise ValueError(f"Two reports have an arm `{arm}` with other numbers. Name one of them with `arm=`.")
-        self.measurements += [replace(measurement, arm=name) for measurement in found]
-        self.records[name] = report.records.get(arm)
-        self.curve += [{**bucket, "arm": name} for bucket in report.curve if bucket["arm"] == arm]
+    @property
+    def _measured(self) -> list[Measurement]:
+        return self.measurements
 
+    @classmethod
+    def _begun(cls, first: Self) -> Self:
+        return cls(first.protocol, [], {}, first.trained_length, first.skipped)
 
-def _check_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuses to compare numbers that were measured differently."""
-    for name in [*one, *other]:
-        if name not in INCIDENTAL and one.get(name) != other.get(name):
-            what = "the scored tokens" if name == "digest" else f"`{name}`"
-            raise ValueError(
-                f"Reports can be joined only on the same targets with the same settings; they differ in {what}: "
-                f"{one.get(name)!r} and {other.get(name)!r}. Measure both with one set of documents and settings."
-            )
+    def _take(self, report: Self, arm: str) -> str | None:
+        """Adds one arm of another report, and its curve."""
+        name = super()._take(report, arm)
+        if name is not None:
+            self.curve += [{**bucket, "arm": name} for bucket in report.curve if bucket["arm"] == arm]
+        return name
+
+    def _other_name(self, report: Self, arm: str) -> str:
+        """A free name for the bar of a model that was tuned."""
+        name = f"{arm} ({report.arms[0]})"
+        return name if arm in BARS and name not in self.arms else super()._other_name(report, arm)
 
 
 def _end(value: float) -> float | None:

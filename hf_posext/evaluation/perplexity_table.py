@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Column, Table
-from rich.text import Text
 
 from hf_posext.evaluation.perplexity_report import ALL
 from hf_posext.evaluation.protocols import BARS, HONEST
@@ -29,7 +28,7 @@ def perplexity_table(report: PerplexityReport) -> RenderableType:
         table.add_column(str(length), footer=f"{tokens:,}", justify="right")
     for arm in report.arms:
         table.add_row(arm, *(_cell(cells.get((arm, length))) for length in lengths))
-    return _with_words(f"Perplexity ({report.targets_text}) by context length in tokens", table, report)
+    return report.titled(f"Perplexity ({report.targets_text}) by context length in tokens", table, _caption(report))
 
 
 def pseudo_perplexity_table(report: PseudoPerplexityReport) -> RenderableType:
@@ -43,13 +42,8 @@ def pseudo_perplexity_table(report: PseudoPerplexityReport) -> RenderableType:
             table.add_row(positions, arm, *(_cell(cells.get((positions, arm, length))) for length in lengths))
         counts = (tokens.get((positions, length), "-") for length in lengths)
         table.add_row(positions, "tokens", *counts, style="bold", end_section=True)
-    return _with_words(f"Pseudo-perplexity ({report.targets_text}) by context length in tokens", table, report)
-
-
-def _with_words(title: str, table: Table, report: PerplexityReport) -> RenderableType:
-    """A table under its title and over its caption and notes."""
-    notes = (Text(f"note: {note}") for note in report.notes)
-    return Group(Text(title, style="bold"), table, *(Text(line, style="dim") for line in _caption(report)), *notes)
+    title = f"Pseudo-perplexity ({report.targets_text}) by context length in tokens"
+    return report.titled(title, table, _caption(report))
 
 
 def _caption(report: PerplexityReport) -> list[str]:

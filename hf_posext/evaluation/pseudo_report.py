@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
+from hf_posext.evaluation.arms_report import saved
 from hf_posext.evaluation.perplexity_report import ALL, Measurement, PerplexityReport
 
 if TYPE_CHECKING:
@@ -49,12 +50,9 @@ class PseudoPerplexityReport(PerplexityReport):
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Pseudo-perplexity against context length, a panel for each group of positions; .png, .svg or .pdf."""
-        from hf_posext.evaluation.plots import plot_pseudo_perplexity, save_figure
+        from hf_posext.evaluation.plots import plot_pseudo_perplexity
 
-        figure = plot_pseudo_perplexity(self)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return saved(plot_pseudo_perplexity(self), path)
 
     def table(self) -> RenderableType:
         """Positions and arms x context lengths, each cell the pseudo-perplexity over its interval, and the notes."""

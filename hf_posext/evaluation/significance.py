@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_posext.evaluation.statistics import LEVEL, RESAMPLES, arm_of, draws, mean_of
+from hf_posext.evaluation.statistics import LEVEL, RESAMPLES, arm_of, resampled_differences
 
 BETTER, WORSE, UNCLEAR = "better", "worse", "not clearly different"
 
@@ -38,12 +38,14 @@ def p_value(
     Returns:
         0 to 1; NaN for fewer than two documents, and where the difference is not a number.
 
+    Raises:
+        ValueError: arms over different numbers of documents.
+
     Source: Davison and Hinkley 1997, section 4.2.5 (one added), by inversion of the percentile interval.
     """
     arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
     below = above = drawn = 0
-    for picks in draws(arm[0].size, resamples, seed):
-        differences = mean_of(*(part[picks] for part in arm)) - mean_of(*(part[picks] for part in versus))
+    for differences in resampled_differences(arm, versus, resamples, seed):
         if np.isnan(differences).any():
             return math.nan
         below += int((differences <= 0).sum())

@@ -19,6 +19,8 @@ LEVEL = 0.95
 QUANTILE = NormalDist().inv_cdf((1 + LEVEL) / 2)
 BLOCK = 4_000_000  # drawn indices held at a time, which bounds the memory for any number of documents
 
+Arm = tuple[NDArray[np.float64], NDArray[np.float64]]  # summed NLL and scored tokens, each [documents]
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -70,13 +72,7 @@ def nll_difference(
         ValueError: arms over different numbers of documents.
     """
     arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
-    if arm[0].size != versus[0].size:
-        raise ValueError(f"A paired difference needs the same documents, got {arm[0].size} and {versus[0].size}.")
-    resampled = (
-        mean_of(*(part[picks] for part in arm)) - mean_of(*(part[picks] for part in versus))
-        for picks in draws(arm[0].size, resamples, seed)
-    )
-    return _estimate(mean_of(*arm) - mean_of(*versus), resampled)
+    return _estimate(mean_of(*arm) - mean_of(*versus), resampled_differences(arm, versus, resamples, seed))
 
 
 def perplexity_of(nll: float) -> float:
@@ -107,9 +103,21 @@ def wilson(correct: int, trials: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def arm_of(sums: Sequence[float], tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def arm_of(sums: Sequence[float], tokens: Sequence[int]) -> Arm:
     """Both columns in float64, [documents]."""
     return np.asarray(sums, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+
+
+def resampled_differences(arm: Arm, versus: Arm, resamples: int, seed: int) -> Iterator[NDArray[np.float64]]:
+    """Differences of two arms' mean NLL, both over the same drawn documents, [block] at a time.
+
+    Raises:
+        ValueError: arms over different numbers of documents.
+    """
+    if arm[0].size != versus[0].size:
+        raise ValueError(f"A paired difference needs the same documents, got {arm[0].size} and {versus[0].size}.")
+    for picks in draws(arm[0].size, resamples, seed):
+        yield mean_of(*(part[picks] for part in arm)) - mean_of(*(part[picks] for part in versus))
 
 
 def mean_of(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:

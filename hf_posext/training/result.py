@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
+from hf_posext.evaluation.arms_report import saved
 from hf_posext.evaluation.perplexity_report import PerplexityReport
 from hf_posext.reports import Report, plain
 
@@ -84,10 +85,6 @@ class FinetuneResult(Report):
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """The training loss and, beside it, perplexity against context length, written to a path."""
-        from hf_posext.evaluation.plots import save_figure
         from hf_posext.training.plots import plot_finetuning
 
-        figure = plot_finetuning(self)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return saved(plot_finetuning(self), path)

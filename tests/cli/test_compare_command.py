@@ -57,11 +57,21 @@ def test_out_gets_every_form_of_the_report(posext: Any, books: Path, tmp_path: P
 
 def test_the_settings_reach_the_comparison(posext: Any, books: Path) -> None:
     words = ["--context-lengths", "300", "--text-column", "body", "--methods", "pi", "--documents", "1"]
-    more = ["--protocol", "sliding", "--stride", "100", "--batch-size", "2", "--bars", "none", "--json"]
-    data = posext("compare", "demo:llama", "--text", books, *words, *more).data
-    assert [data["protocol"][name] for name in ("protocol", "stride", "batch_size", "max_documents", "bars")] == [
-        "sliding", 100, 2, 1, ["none"],
-    ]  # fmt: skip
+    more = [
+        "--protocol",
+        "sliding",
+        "--stride",
+        "100",
+        "--batch-size",
+        "2",
+        "--bars",
+        "none",
+        "--prefill-chunk-size",
+        "64",
+    ]
+    data = posext("compare", "demo:llama", "--text", books, *words, *more, "--json").data
+    settings = ("protocol", "stride", "batch_size", "max_documents", "bars", "prefill_chunk_size")
+    assert [data["protocol"][name] for name in settings] == ["sliding", 100, 2, 1, ["none"], 64]
 
 
 def test_without_methods_all_that_apply_are_measured(posext: Any, books: Path) -> None:

@@ -120,6 +120,15 @@ def test_stride_reaches_the_sliding_protocol(posext: Any, books: Path) -> None:
     assert posext("eval", "demo:llama", *words, "--stride", "64", "--json").data["protocol"]["stride"] == 64
 
 
+def test_text_can_be_read_in_blocks(posext: Any, books: Path) -> None:
+    words = ["--text", books, "--text-column", "body", "--context-lengths", "128", "--bars", "", "--json"]
+    blocks = posext("eval", "demo:llama", *words, "--prefill-chunk-size", "50").data
+    assert blocks["protocol"]["prefill_chunk_size"] == 50
+    assert blocks["rows"][0]["nll"] == pytest.approx(
+        posext("eval", "demo:llama", *words).data["rows"][0]["nll"], rel=1e-6
+    )
+
+
 def test_out_gets_the_report_and_the_plot(posext: Any, books: Path, tmp_path: Path) -> None:
     words = ["--text", books, "--text-column", "body", "--context-lengths", "128,256", "--out", tmp_path / "a" / "b"]
     outcome = posext("eval", "demo:llama", *words)
@@ -201,6 +210,10 @@ def test_a_masked_lm_is_printed_and_plotted(bert: Path, words: Path, posext: Any
         (["--context-lengths", "64"], "cannot read 64 tokens: its table of positions ends at 32"),
         (["--context-lengths", "32", "--protocol", "full"], "`--protocol` is for causal models, got 'full'"),
         (["--context-lengths", "32", "--stride", "4"], "`--stride` is for causal models, got 4"),
+        (
+            ["--context-lengths", "32", "--prefill-chunk-size", "8"],
+            "`--prefill-chunk-size` is for causal models, got 8",
+        ),
         (["--context-lengths", "32", "--bars", "window"], "Unknown bar 'window'"),
     ],
 )

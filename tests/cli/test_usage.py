@@ -56,6 +56,11 @@ BAD = {
     "no such bar": ([*EVAL, "256", "--bars", "trunc"], "'trunc'", "`truncate`"),
     "too long": ([*EVAL, "99999", "--documents", "1"], "99999", "Lower `context_lengths`"),
     "factor without method": ([*EVAL, "256", "--factor", "2"], "--factor", "Give --method"),
+    "factor twice": (
+        [*EVAL, "256", "--method", "pi", "--factor", "2", "--option", "factor=4"],
+        "2.0 and 4",
+        "Leave `--option factor` out",
+    ),
     "nothing to read": (["eval", "org/model", "--context-lengths", "256"], "nothing to read", "Give --text"),
     "no such text": ([*EVAL, "256", "--text", "gone.txt"], "'gone.txt'", ".jsonl.gz"),
     "no threads": (["demo", "--threads", "0"], "'0'", "posext demo --help"),

@@ -16,7 +16,7 @@ import pytest
 
 from hf_posext.evaluation.comparison_plot import FONT
 from hf_posext.evaluation.comparison_report import ComparisonReport
-from hf_posext.evaluation.perplexity_report import Measurement
+from hf_posext.evaluation.perplexity_report import Measurement, PerplexityReport
 from hf_posext.evaluation.significance import holm, p_value, smallest_p
 from hf_posext.evaluation.statistics import nll_difference
 
@@ -119,6 +119,11 @@ def test_one_document_has_no_p() -> None:
     assert math.isnan(p_value([1.0], [1], [0.0], [1]))
 
 
+def test_other_documents_have_no_p() -> None:
+    with pytest.raises(ValueError, match="the same documents, got 3 and 2"):
+        p_value([1.0, 2.0, 3.0], [1, 1, 1], [0.0, 0.0], [1, 1])
+
+
 @pytest.mark.parametrize(
     ("arm", "difference", "verdict"),
     [
@@ -211,6 +216,13 @@ def test_joined_reports_keep_their_prices() -> None:
     joined = ComparisonReport.join([report(), report({"other": 2.2}, {"other": 2.1})])
     assert joined.arms == [*BARS, "good", "bad", "even", "other"]
     assert [row["arm"] for row in joined.short_rows] == ["none", "good", "bad", "even", "other"]
+
+
+def test_joined_as_perplexity_reports_they_keep_their_arms_alone() -> None:
+    plain = PerplexityReport.join([report()])
+    assert type(plain) is PerplexityReport
+    assert (plain.rows, plain.records, plain.notes) == (report().rows, report().records, report().notes)
+    assert "short" not in plain.to_dict()
 
 
 def test_terminal_and_notebook_show_numbers_verdicts_and_notes() -> None:

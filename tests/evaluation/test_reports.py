@@ -74,6 +74,10 @@ def test_terminal_and_notebook_show_the_same_table() -> None:
         (torch.tensor([1.0, math.nan]), [1.0, None]),
         ((1, "a", None, True), [1, "a", None, True]),
         ({"a": {1: -math.inf}}, {"a": {"1": None}}),
+        (
+            Measurement("pi", 64, (0,), (math.nan,), (10,)),
+            {"arm": "pi", "context_length": 64, "documents": [0], "nll": [None], "tokens": [10], "positions": "all"},
+        ),
     ],
 )
 def test_json_is_valid_for_every_number(value: Any, expected: Any) -> None:
@@ -83,6 +87,8 @@ def test_json_is_valid_for_every_number(value: Any, expected: Any) -> None:
 def test_what_is_not_plain_is_refused() -> None:
     with pytest.raises(TypeError, match=r"plain data only, got .* of type object"):
         plain({"a": object()})
+    with pytest.raises(TypeError, match=r"plain data only, got .* of type type"):
+        plain(Measurement)
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -140,6 +146,15 @@ def test_join_puts_arms_side_by_side_and_keeps_equal_bars_once() -> None:
     assert joined.notes == ["a note"]
     assert joined.to_dict()["records"]["yarn"] == {"method": "yarn", "factor": 2.0}
     assert joined.record == {"method": "pi", "factor": 2.0}
+
+
+def test_join_keeps_the_curve_of_each_arm() -> None:
+    one, other = report({"pi": 2.0, "truncate": 2.5}), report({"yarn": 1.5, "truncate": 2.2})
+    one.curve = [{"arm": "pi", "nll": 2.0}, {"arm": "truncate", "nll": 2.5}]
+    other.curve = [{"arm": "yarn", "nll": 1.5}, {"arm": "truncate", "nll": 2.2}]
+    assert PerplexityReport.join([one, one, other]).curve == [
+        *one.curve, {"arm": "yarn", "nll": 1.5}, {"arm": "truncate (yarn)", "nll": 2.2},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bar", ["truncate", "window"])
