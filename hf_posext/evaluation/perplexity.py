@@ -66,8 +66,9 @@ def perplexity(
         max_documents: read as many documents at most.
         batch_size: windows per forward pass.
         chunk: rows of hidden states that the head sees at a time, fewer where the vocabulary is large.
-        prefill_chunk_size: tokens fed at a time, with a cache of those before. Equal to one pass to rounding, and on
-            long text takes less memory, and in layers with a sliding window less time; None feeds all at once.
+        prefill_chunk_size: tokens fed at a time, with a cache of those before; contexts that begin alike are then read
+            once. Equal to whole passes to rounding. On long text it takes less memory, and in layers with a sliding
+            window less time. None feeds each context at once.
         seed: of the bootstrap.
         resamples: of the bootstrap.
         arm: name of this arm in the report; the method's name if None (`patched window` for the method `window`, whose

@@ -5,7 +5,8 @@ and only those at scored positions are needed. So the model's own `forward` runs
 and its head then sees `chunk` rows of them at a time. It is the model's own code that turns them into logits: soft
 caps, logit scales and biases of the head are all kept.
 
-A pass whose tokens are the beginning of another's is read from that one, where the model reads both alike.
+Passes of the same tokens are one run. Where a text is read in blocks with a cache, a pass is also read from another
+that begins with its tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hf_posext.evaluation.forwards import (
     sees_ahead,
 )
 from hf_posext.evaluation.heads import find_backbone, rows_of, run_backbone, run_head
-from hf_posext.evaluation.sharing import Run, alone, follows_length, reads_beginnings_alike, shared
+from hf_posext.evaluation.sharing import Run, follows_length, shared
 from hf_posext.evaluation.windows import Pass
 
 NOT_CAUSAL = "Perplexity needs a causal LM head, where a token is predicted from those before it; {what}. {hint}"
@@ -55,9 +56,8 @@ def score(
 ) -> list[Tensor]:
     """Negative log-likelihood of every target of every window.
 
-    Windows of equal length share a batch, so no row is ever padded and each is read exactly as it would be alone. A
-    window that is the beginning of another is read from that one. With several processes (`accelerate launch`) each
-    scores its share and all get the whole result.
+    Windows of equal length share a batch, so no row is ever padded and each is read exactly as it would be alone. With
+    several processes (`accelerate launch`) each scores its share and all get the whole result.
 
     Args:
         model: a causal or masked LM, also wrapped by PEFT, DDP or `torch.compile`; its training flags are left as they
@@ -65,7 +65,8 @@ def score(
         windows: what to feed and what to score.
         batch_size: windows per forward pass.
         chunk: rows of hidden states that the head sees at a time, fewer where the vocabulary is large (`LOGITS`).
-        prefill_chunk_size: tokens fed at a time, the others before them being in a cache; None feeds all at once.
+        prefill_chunk_size: tokens fed at a time, with a cache of those before, from which windows that begin alike are
+            read too; equal to rounding. None feeds all at once.
         progress: a bar on stderr; None shows it where stderr is a terminal.
         description: words beside the bar.
 
@@ -83,7 +84,7 @@ def score(
     scores: dict[int, Tensor] = {}
     failure: LengthError | None = None
     with evaluating(network), torch.no_grad(), _bar(progress if rank == 0 else False) as bar:
-        batches = _batches(_runs(model, windows), batch_size)
+        batches = _batches(shared(windows, beginnings=prefill_chunk_size is not None), batch_size)
         backbone = find_backbone(network)
         rows = min(chunk, max(1, LOGITS // (vocabulary(network) or 1)))
         try:
@@ -134,12 +135,6 @@ def check_causal(model: nn.Module) -> None:
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} has none", hint=HINT))
     if sees_ahead(network):
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=MASKED))
-
-
-def _runs(model: nn.Module, windows: Sequence[Pass]) -> list[Run]:
-    """What has to be run to score all windows."""
-    runs = shared(windows)
-    return runs if len(runs) == len(windows) or reads_beginnings_alike(model) else alone(windows)
 
 
 def _score_batch(

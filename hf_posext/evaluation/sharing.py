@@ -1,4 +1,4 @@
-"""Which passes can be read from others: those that begin with the same tokens, where a model reads these alike."""
+"""Which passes can be read from others: those of the same tokens, or that begin with the same ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_posext.evaluation.forwards import causal_lm, sees_ahead
 from hf_posext.evaluation.windows import Pass
 from hf_posext.mechanisms import find_root, find_sites
 from hf_posext.mechanisms.rotary import LENGTH_DEPENDENT, rope_type
@@ -38,43 +37,41 @@ class Run:
         return torch.cat([window.targets for _, window in self.members])
 
 
-def alone(passes: Sequence[Pass]) -> list[Run]:
-    """A run for each pass."""
-    return [Run(window.fed, ((index, window),)) for index, window in enumerate(passes)]
+def shared(passes: Sequence[Pass], *, beginnings: bool = False) -> list[Run]:
+    """As few runs as serve all passes, in the order in which they are first needed.
 
-
-def shared(passes: Sequence[Pass]) -> list[Run]:
-    """As few runs as serve all passes: one whose tokens are the beginning of another's has no run of its own."""
+    Args:
+        passes: what is to be read.
+        beginnings: whether a pass is also read from another that begins with its tokens. A causal model reads both
+            alike, but to rounding only, since kernels cut longer input elsewhere; what is read from a pass of the same
+            tokens is equal to the last bit.
+    """
     groups: dict[bytes, list[int]] = defaultdict(list)
     shortest = min((len(window.fed) for window in passes), default=0)
     for index, window in enumerate(passes):
-        groups[window.fed[:shortest].numpy().tobytes()].append(index)
+        groups[(window.fed[:shortest] if beginnings else window.fed).numpy().tobytes()].append(index)
+    runs = [run for group in groups.values() for run in _runs_of(passes, group)]
+    return sorted(runs, key=lambda run: run.members[0][0])
+
+
+def _runs_of(passes: Sequence[Pass], indices: Sequence[int]) -> list[Run]:
+    """Runs for passes that may have one beginning, the longest of which are read."""
     members: dict[int, list[int]] = {}
-    for group in groups.values():
-        longest_first = sorted(group, key=lambda index: len(passes[index].fed), reverse=True)
-        owners: list[int] = []
-        for index in longest_first:
-            fed = passes[index].fed
-            owner = next((other for other in owners if torch.equal(passes[other].fed[: len(fed)], fed)), index)
-            owners += [owner] if owner == index else []
-            members.setdefault(owner, []).append(index)
+    for index in sorted(indices, key=lambda index: len(passes[index].fed), reverse=True):
+        fed = passes[index].fed
+        owner = next((other for other in members if torch.equal(passes[other].fed[: len(fed)], fed)), index)
+        members.setdefault(owner, []).append(index)
     return [
-        Run(passes[owner].fed, tuple((index, passes[index]) for index in sorted(indices)))
-        for owner, indices in sorted(members.items())
+        Run(passes[owner].fed, tuple((index, passes[index]) for index in sorted(served)))
+        for owner, served in members.items()
     ]
 
 
-def reads_beginnings_alike(model: nn.Module) -> bool:
-    """Whether a token is read alike whatever follows it, so that a short text can be read from a longer one.
-
-    It is not where attention looks ahead, which is measured, nor where a checkpoint's own type turns all keys by the
-    length of the whole input (`dynamic` and `longrope` of transformers). A patch of ours goes by the token that reads.
-    """
-    return not sees_ahead(causal_lm(model)) and not follows_length(model)
-
-
 def follows_length(model: nn.Module) -> bool:
-    """Whether a checkpoint's own type turns all keys by the length of the input, as no cache can follow."""
+    """Whether a checkpoint's own type turns all keys by the length of the input, as no cache can follow.
+
+    These are `dynamic` and `longrope` of transformers. A patch of ours goes by the token that reads.
+    """
     if find_root(model) is None:
         return False
     return any(site.mechanism == "rotary" and rope_type(site) in LENGTH_DEPENDENT for site in find_sites(model))

@@ -10,10 +10,10 @@ from torch import nn
 import hf_posext
 from hf_posext.evaluation.perplexity import perplexity
 from hf_posext.evaluation.scoring import score
-from hf_posext.evaluation.sharing import follows_length, reads_beginnings_alike, shared
+from hf_posext.evaluation.sharing import follows_length, shared
 from hf_posext.evaluation.windows import Window, disjoint_windows, sliding_windows, tail_windows
 from tests.evaluation.stubs import ContextCounter, documents, tiny_llama
-from tests.evaluation.test_scoring import FAMILIES, SIZES, assert_equal, build, direct
+from tests.evaluation.test_scoring import FAMILIES, SIZES, build, direct
 
 DENSE = [8, 16, 24, 32, 40, 48]  # context lengths on a grid of 8 tokens
 
@@ -49,17 +49,24 @@ class Runs(list[int]):
 
 def test_passes_with_one_beginning_are_one_run() -> None:
     text, other = documents(20, 20)
-    runs = shared([prefix(text, 5), prefix(other, 5), prefix(text, 19), prefix(text, 9), prefix(other, 5)])
-    assert [[index for index, _ in run.members] for run in runs] == [[1, 4], [0, 2, 3]]
-    assert [len(run.fed) for run in runs] == [5, 19]
+    passes = [prefix(text, 5), prefix(other, 5), prefix(text, 19), prefix(text, 9), prefix(other, 5)]
+    runs = shared(passes, beginnings=True)
+    assert [[index for index, _ in run.members] for run in runs] == [[0, 2, 3], [1, 4]]
+    assert [len(run.fed) for run in runs] == [19, 5]
+
+
+def test_passes_of_the_same_tokens_are_always_one_run() -> None:
+    text, other = documents(20, 20)
+    runs = shared([prefix(text, 5), prefix(other, 5), prefix(text, 9), prefix(other, 5)])
+    assert [[index for index, _ in run.members] for run in runs] == [[0], [1, 3], [2]]
 
 
 def test_one_other_token_is_another_run() -> None:
     (text,) = documents(20)
     changed = text.clone()
     changed[7] = (changed[7] + 1) % 40
-    assert len(shared([prefix(text, 12), prefix(changed, 19)])) == 2
-    assert len(shared([prefix(text, 7), prefix(changed, 19)])) == 1
+    assert len(shared([prefix(text, 12), prefix(changed, 19)], beginnings=True)) == 2
+    assert len(shared([prefix(text, 7), prefix(changed, 19)], beginnings=True)) == 1
 
 
 def test_a_grid_of_lengths_needs_a_run_for_each_beginning_only() -> None:
@@ -67,12 +74,13 @@ def test_a_grid_of_lengths_needs_a_run_for_each_beginning_only() -> None:
     ends = [48 + 8 * step for step in range(4)]
     beginnings = {end - length for end in ends for length in DENSE}
     assert len(windows) == len(ends) * len(DENSE) == 24
-    assert len(shared(windows)) == len(beginnings) == 9
+    assert len(shared(windows, beginnings=True)) == len(beginnings) == 9
+    assert len(shared(windows)) == 24
 
 
 @pytest.mark.parametrize("windows", [sliding_windows(documents(60), 16, 5)[0], disjoint_windows(documents(60), 16)[0]])
 def test_windows_that_begin_elsewhere_share_nothing(windows: list[Window]) -> None:
-    assert len(shared(windows)) == len(windows)
+    assert len(shared(windows, beginnings=True)) == len(windows)
 
 
 PATCHES: dict[str, dict[str, Any]] = {
@@ -94,7 +102,7 @@ def test_a_shared_run_gives_the_nll_of_each_pass_alone(patch: str) -> None:
     if PATCHES[patch]:
         hf_posext.patch_model(model, **PATCHES[patch])
     runs, windows = Runs(model), dense_windows()
-    found = score(model, windows)
+    found = score(model, windows, prefill_chunk_size=64)
     assert len(runs) == 9
     torch.testing.assert_close(found, [direct(model, window) for window in windows], rtol=1e-5, atol=2e-5)
 
@@ -108,41 +116,30 @@ def own_dynamic(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_checkpoint_that_goes_by_the_length_of_the_input_is_read_pass_by_pass(kind: str) -> None:
-    model, windows = own_dynamic(kind), dense_windows()
-    runs = Runs(model)
+def test_a_checkpoint_that_goes_by_the_length_of_the_input_is_known_by_its_numbers(kind: str) -> None:
+    model = own_dynamic(kind)
+    (long,), short = long_window(48), 12
+    with torch.no_grad():
+        alone, within = (model(input_ids=long.fed[None, :end]).logits[0, short - 1] for end in (short, 48))
     assert follows_length(model)
-    assert not reads_beginnings_alike(model)
-    found = score(model, windows)
-    assert sorted(runs) == sorted(len(window.fed) for window in windows)
-    # `dynamic` of transformers remembers the longest input so far, so the order in which passes are read is part of it.
-    longest_first = sorted(range(len(windows)), key=lambda index: len(windows[index].fed), reverse=True)
-    own = {index: direct(model, windows[index]) for index in longest_first}
-    assert_equal(found, [own[index] for index in range(len(windows))])
-    together = score_together(model, windows)
-    assert max(float((one - other).abs().max()) for one, other in zip(found, together, strict=True)) > 0.01
+    assert (alone - within).abs().max() > 0.1
 
 
-def score_together(model: nn.Module, windows: list[Window]) -> list[torch.Tensor]:
-    """What sharing would give: rows of the longest run."""
-    found: dict[int, torch.Tensor] = {}
-    for run in shared(windows):
-        (longest,) = (window for _, window in run.members if len(window.fed) == len(run.fed))
-        with torch.no_grad():
-            nll = -torch.log_softmax(model(input_ids=longest.fed[None]).logits[0], -1)
-        found |= {index: nll[window.rows, window.targets] for index, window in run.members}
-    return [found[index] for index in range(len(windows))]
+def test_documents_shorter_than_two_lengths_are_read_once() -> None:
+    model = tiny_llama()
+    runs = Runs(model)
+    report = perplexity(
+        model, None, documents(20, 24, 65), context_lengths=[32, 64], protocol="sliding", stride=64, resamples=10
+    )
+    assert sorted(runs) == [19, 23, 32, 32, 64]
+    short, long = report.measurements
+    assert short.nll[:2] == long.nll[:2]
 
 
-def test_a_patch_of_ours_on_such_a_checkpoint_is_shared_again() -> None:
+def test_a_dynamic_patch_of_ours_on_such_a_checkpoint_goes_by_the_token_that_reads() -> None:
     model = own_dynamic("dynamic")
     hf_posext.patch_model(model, "yarn", 2, dynamic=True)
     assert not follows_length(model)
-
-
-def test_a_model_that_looks_ahead_is_read_pass_by_pass() -> None:
-    config = transformers.BertConfig(**{**SIZES, "pad_token_id": 0})
-    assert not reads_beginnings_alike(transformers.BertForMaskedLM(config).eval())
 
 
 GEMMA = transformers.Gemma3TextConfig(
@@ -200,8 +197,14 @@ def test_perplexity_in_blocks_is_that_of_whole_passes(protocol: str) -> None:
     assert [row["nll"] for row in blocks.rows] == pytest.approx([row["nll"] for row in whole.rows], rel=1e-6)
 
 
+def bert() -> nn.Module:
+    """A masked LM."""
+    return transformers.BertForMaskedLM(transformers.BertConfig(**{**SIZES, "pad_token_id": 0})).eval()
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no cache": (ContextCounter, "ContextCounter takes no cache of keys and values"),
+    "masked": (bert, "BertForMaskedLM (takes no cache|looks at the following tokens too)"),
     "dynamic": (lambda: own_dynamic("dynamic"), "turns its keys by the length of the whole input"),
     "longrope": (lambda: own_dynamic("longrope"), "turns its keys by the length of the whole input"),
 }
