@@ -267,7 +267,7 @@ def test_a_masked_model_is_refused_before_anything_is_read() -> None:
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
     )
-    with pytest.raises(ValueError, match="Perplexity needs a causal LM head"):
+    with pytest.raises(ValueError, match="A causal LM head is needed"):
         measure(transformers.BertForMaskedLM(config), docs=3)
 
 

@@ -271,7 +271,7 @@ NOT_CAUSAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize(("make", "message"), NOT_CAUSAL.values(), ids=NOT_CAUSAL)
 def test_a_model_without_a_causal_head_is_refused(make: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(ValueError, match=f"Perplexity needs a causal LM head.*{message}"):
+    with pytest.raises(ValueError, match=f"A causal LM head is needed.*{message}"):
         check_causal(make())
 
 
