@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hf_posext.loading import export_config, load_pretrained
     from hf_posext.patching import patch_model, patched, suspended, unpatch_model
     from hf_posext.records import PatchRecord, record_of, write_record
+    from hf_posext.suggestion import Suggestion, suggest
     from hf_posext.training.config import FinetuneConfig
     from hf_posext.training.finetune import finetune
     from hf_posext.training.result import FinetuneResult
@@ -40,6 +41,7 @@ _WHERE = {
     "PerplexityReport": "evaluation.perplexity",
     "PositionReport": "inspection",
     "PseudoPerplexityReport": "evaluation.pseudo_perplexity",
+    "Suggestion": "suggestion",
     "TrainingError": "errors",
     "compare": "evaluation.comparison",
     "diagnose": "diagnosis",
@@ -58,6 +60,7 @@ _WHERE = {
     "pseudo_perplexity": "evaluation.pseudo_perplexity",
     "record_of": "records",
     "scale_for": "freezing",
+    "suggest": "suggestion",
     "suspended": "patching",
     "ungate_adapter": "gating",
     "unpatch_model": "patching",
@@ -77,6 +80,7 @@ __all__ = [
     "PerplexityReport",
     "PositionReport",
     "PseudoPerplexityReport",
+    "Suggestion",
     "TrainingError",
     "compare",
     "diagnose",
@@ -96,6 +100,7 @@ __all__ = [
     "pseudo_perplexity",
     "record_of",
     "scale_for",
+    "suggest",
     "suspended",
     "ungate_adapter",
     "unpatch_model",

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_posext import mechanisms
 from hf_posext.attention import interface
-from hf_posext.attention.layout import Layout, LayoutError, fit
+from hf_posext.attention.layout import Layout, LayoutError, fit, usual
 from hf_posext.attention.reading import KEYWORD
 from hf_posext.attention.turning import turn
 from hf_posext.compat import rope_block
@@ -128,7 +128,9 @@ def attended(owner: PreTrainedModel) -> dict[nn.Module, Heads]:
     watcher = Watcher()
     parameters = inspect.signature(owner.forward).parameters
     device = next(owner.parameters()).device
-    tokens = torch.arange(1, TOKENS + 1, device=device)[None] % int(owner.config.get_text_config().vocab_size)
+    words = int(owner.config.get_text_config().vocab_size)
+    # Ids from the whole vocabulary: the first ones of real models are reserved, and their embeddings hardly differ.
+    tokens = torch.arange(1, TOKENS + 1, device=device)[None] * max(1, words // (TOKENS + 1)) % words
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
     places = places_of(owner)
     if len(places) > 1:
@@ -164,16 +166,21 @@ def needs_encoder(owner: PreTrainedModel) -> bool:
 def layout_of(
     module: nn.Module, before: Heads, after: Heads, angles: Tensor, known: list[Layout], *, last: bool
 ) -> Layout | None:
-    """The layout that explains what was seen of a module, one that is known already if possible.
+    """The layout that explains what was seen of a module, one that is known already or usual if possible.
+
+    A channel that a model has silenced (weights of 0 in the norm of its keys) tells nothing of its partner, so what is
+    usual is tried before pairs are looked for.
 
     Raises:
         PatchError: nothing does, and this was the last site that might.
     """
-    for each in known:
+    name = str(len(known))
+    for each in (*known, *usual(name, before.key.shape[-1], angles.shape[-1])):
         if explains(each, before, after, angles):
+            known += [each] if each not in known else []
             return each
     try:
-        layout = fit(str(len(known)), before.key, after.key, angles)
+        layout = fit(name, before.key, after.key, angles)
         if layout is not None and explains(layout, before, after, angles):
             known.append(layout)
             return layout

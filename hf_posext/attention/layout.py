@@ -44,6 +44,24 @@ class Layout:
     rotated: int
 
 
+def usual(name: str, width: int, count: int) -> list[Layout]:
+    """The layouts that most families have: pairs in halves, and side by side, in the first channels of a head.
+
+    Args:
+        name: of the layout that is chosen.
+        width: D, channels of a head.
+        count: F, frequencies.
+    """
+    if 2 * count > width:
+        return []
+    halves = range(count), range(count, 2 * count)
+    neighbours = range(0, 2 * count, 2), range(1, 2 * count, 2)
+    return [
+        Layout(name, as_slice([*firsts]), as_slice([*seconds]), None, None, width, 2 * count)
+        for firsts, seconds in (halves, neighbours)
+    ]
+
+
 def fit(name: str, still: Tensor, turned: Tensor, angles: Tensor) -> Layout | None:
     """The layout that turns one tensor into the other.
 
@@ -94,17 +112,16 @@ def explain(channel: int, still: Tensor, turned: Tensor, angles: Tensor) -> tupl
     """
     rest = turned[:, channel, None] - still[:, channel, None] * angles.cos()  # [A, T, F]
     basis = still.T[:, None, :, None] * angles.sin()  # [D, A, T, F]
-    gain = (rest * basis).sum(2) / basis.square().sum(2).clamp(min=1e-30)  # [D, A, F]
-    error = (rest - gain[:, :, None] * basis).square().sum(2)
+    overlap = (rest * basis).sum(2)  # [D, A, F]; its sign is that of the sine
+    error = rest.square().sum(1) - 2 * overlap.abs() + basis.square().sum(2)
     error[channel] = torch.inf
     best = int(error.argmin())
     partner, place = divmod(best, error[0].numel())
     axis, frequency = divmod(place, error.shape[2])
-    strength = float(gain.flatten()[best])
     energy = turned[:, channel].square().sum() + still[:, partner].square().sum()
-    if error.flatten()[best] > MAX_RELATIVE_ERROR**2 * energy or abs(abs(strength) - 1) > MAX_RELATIVE_ERROR:
+    if error.flatten()[best] > MAX_RELATIVE_ERROR**2 * energy:
         raise LayoutError(f"channel {channel} of its heads changes in a way that is not a rotation")
-    return partner, strength, axis, frequency
+    return partner, float(overlap.flatten()[best].sign()), axis, frequency
 
 
 def as_slice(channels: list[int]) -> Channels:

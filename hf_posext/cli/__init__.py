@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posext.cli import compare, demo, diagnose, evaluate, finetune, inspect, methods, passkey, patch, plot
+from hf_posext.cli import compare, demo, diagnose, evaluate, finetune, inspect, methods, passkey, patch, plot, suggest
 from hf_posext.errors import PatchError, TrainingError
 
 BAD_INPUT = 2  # exit code, as for usage errors
@@ -33,6 +33,7 @@ app.command("passkey")(passkey.run)
 app.command("compare")(compare.run)
 app.command("finetune")(finetune.run)
 app.command("diagnose")(diagnose.run)
+app.command("suggest")(suggest.run)
 app.command("plot")(plot.run)
 
 
