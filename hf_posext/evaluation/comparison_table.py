@@ -172,12 +172,9 @@ def _resolution(report: ComparisonReport) -> list[str]:
     """Says so where there is too little to tell even the clearest difference from chance."""
     comparisons = max((row["comparisons"] for row in report.significance), default=0)
     documents = min((row["documents"] for row in report.significance), default=0)
-    resamples = report.protocol["resamples"]
-    if not comparisons or comparisons * smallest_p(documents, resamples) < 1 - LEVEL:
+    if not comparisons or comparisons * smallest_p(documents) < 1 - LEVEL:
         return []
-    return [
-        f"no verdict is possible: {documents} documents, {resamples} resamples, {comparisons} comparisons with a bar"
-    ]
+    return [f"no verdict is possible: {documents} documents, {comparisons} comparisons with a bar"]
 
 
 def _perplexity(row: Mapping[str, Any]) -> Cell:

@@ -39,7 +39,7 @@ from hf_posext.evaluation.sharing import Run, follows_length, shared
 from hf_posext.evaluation.windows import Pass
 
 NOT_CAUSAL = "A causal LM head is needed, where a token is predicted from those before it; {what}. {hint}"
-LOGITS = 2**24  # numbers in the logits that the head makes at a time, 64 MB in fp32, however large the vocabulary
+LOGITS = 2**23  # numbers in the logits that the head makes at a time, 32 MB in fp32, however large the vocabulary
 HINT = "Load the model with AutoModelForCausalLM."
 MASKED = "Measure a masked LM with `pseudo_perplexity`, and load any other model with AutoModelForCausalLM."
 

@@ -1,4 +1,4 @@
-"""Whether differences between arms are more than chance: bootstrap p values, corrected for how many were looked at."""
+"""Whether differences between arms are more than chance: p values, corrected for how many were looked at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_posext.evaluation.statistics import LEVEL, RESAMPLES, arm_of, resampled_differences
+from hf_posext.evaluation.statistics import LEVEL, RESAMPLES, arm_of, beyond, mean_of, resampled_differences
 
 BETTER, WORSE, UNCLEAR = "better", "worse", "not clearly different"
 
@@ -22,10 +22,9 @@ def p_value(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> float:
-    """Two-sided p of no difference of two arms' mean NLL, from the resamples that `nll_difference` draws.
+    """Two-sided p of no difference of two arms' mean NLL: Student's t by the spread of what `nll_difference` draws.
 
-    Twice the share of resamples on the rarer side of zero, those at zero counted for both sides and one added to each.
-    It is never below `smallest_p`: a bootstrap of very few documents that agree would find anything certain.
+    It is never below `smallest_p`: very few documents that agree would make anything certain.
 
     Args:
         sums: summed NLL of each document in nats, first arm.
@@ -41,29 +40,23 @@ def p_value(
     Raises:
         ValueError: arms over different numbers of documents.
 
-    Source: Davison and Hinkley 1997, section 4.2.5 (one added), by inversion of the percentile interval.
+    Source: Efron and Tibshirani 1993, standard error by the bootstrap (chapter 6) and t interval (section 12.2), the
+    error times sqrt(n / (n - 1)), which makes it that of Student's own test where all documents weigh alike.
     """
     arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
-    below = above = drawn = 0
-    for differences in resampled_differences(arm, versus, resamples, seed):
-        if np.isnan(differences).any():
-            return math.nan
-        below += int((differences <= 0).sum())
-        above += int((differences >= 0).sum())
-        drawn += differences.size
-    if not drawn:
+    documents, difference = arm[0].size, float(mean_of(*arm) - mean_of(*versus))
+    drawn = [*resampled_differences(arm, versus, resamples, seed)]
+    if not drawn or not math.isfinite(difference):
         return math.nan
-    return min(1.0, max(2 * (1 + min(below, above)) / (drawn + 1), smallest_p(arm[0].size, resamples)))
+    error = float(np.concatenate(drawn).std()) * math.sqrt(documents / (documents - 1))
+    if error == 0:
+        return smallest_p(documents) if difference else 1.0
+    return max(2 * beyond(abs(difference) / error, documents - 1), smallest_p(documents))
 
 
-def smallest_p(documents: int, resamples: int) -> float:
-    """The smallest p that there is reason for: that of a sign test over so many documents, and of so many resamples.
-
-    Args:
-        documents: at least 1.
-        resamples: bootstrap samples.
-    """
-    return max(2.0 ** (1 - documents), 2 / (resamples + 1))
+def smallest_p(documents: int) -> float:
+    """The smallest p that there is reason for: that of a sign test over so many documents, at least one."""
+    return 2.0 ** (1 - documents)
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -1,7 +1,8 @@
 """Intervals: the paired bootstrap over documents of every perplexity and difference, and Wilson's of a share of trials.
 
 The unit is the document: tokens of one document are not independent, and perplexity varies more between documents than
-between methods. So arms are compared on the same resampled documents, never by whether two intervals overlap.
+between methods. So arms are compared on the same resampled documents, never by whether two intervals overlap. Plain
+percentiles are too narrow for few documents (of 12 they cover 90 %, not 95), so they are taken further out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -41,11 +43,12 @@ def mean_nll(sums: Sequence[float], tokens: Sequence[int], *, resamples: int = R
         resamples: bootstrap samples.
         seed: of the generator; the same seed draws the same documents for every arm.
 
-    Source: Efron and Tibshirani 1993, percentile interval (section 13.3), for a ratio of sums.
+    Source: Efron and Tibshirani 1993, percentile interval (section 13.3), for a ratio of sums; expanded as in
+    Hesterberg 2015 (The American Statistician 69:371).
     """
     arm = arm_of(sums, tokens)
     resampled = (mean_of(*(part[picks] for part in arm)) for picks in draws(arm[0].size, resamples, seed))
-    return _estimate(mean_of(*arm), resampled)
+    return _estimate(mean_of(*arm), resampled, arm[0].size)
 
 
 @np.errstate(invalid="ignore")  # an infinite NLL is reported as such, not warned about
@@ -72,7 +75,8 @@ def nll_difference(
         ValueError: arms over different numbers of documents.
     """
     arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
-    return _estimate(mean_of(*arm) - mean_of(*versus), resampled_differences(arm, versus, resamples, seed))
+    differences = resampled_differences(arm, versus, resamples, seed)
+    return _estimate(mean_of(*arm) - mean_of(*versus), differences, arm[0].size)
 
 
 def perplexity_of(nll: float) -> float:
@@ -133,10 +137,40 @@ def draws(documents: int, resamples: int, seed: int) -> Iterator[NDArray[np.int6
         yield generator.integers(0, documents, size=(min(block, resamples - start), documents))
 
 
-def _estimate(value: NDArray[np.float64], resampled: Iterator[NDArray[np.float64]]) -> Estimate:
+def beyond(t: float, freedom: int) -> float:
+    """Chance that Student's t of some degrees of freedom (>= 1) is above `t` >= 0.
+
+    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    is_odd = freedom % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0 if freedom == 1 else term
+    for step in range(2 + is_odd, freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (step - 1) / step
+        total += term
+    inside = math.sin(angle) * total
+    return (1 - (2 / math.pi * (angle + inside) if is_odd else inside)) / 2
+
+
+@cache
+def outer_share(documents: int) -> float:
+    """Share of the resamples that lies beyond each end of the interval: that of Student's t, not of the normal.
+
+    Resampled means are also sqrt((n - 1) / n) too close together.
+    """
+    low, high = 0.0, 1e3  # of the quantile of t, by bisection
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if beyond(middle, documents - 1) > (1 - LEVEL) / 2 else (low, middle)
+    return NormalDist().cdf(-low * math.sqrt(documents / (documents - 1)))
+
+
+def _estimate(value: NDArray[np.float64], resampled: Iterator[NDArray[np.float64]], documents: int) -> Estimate:
     """The value and the percentiles of its resampled copies."""
     blocks = list(resampled)
     if not blocks:
         return Estimate(float(value), math.nan, math.nan)
-    low, high = np.quantile(np.concatenate(blocks), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    share = outer_share(documents)
+    low, high = np.quantile(np.concatenate(blocks), [share, 1 - share])
     return Estimate(float(value), float(low), float(high))

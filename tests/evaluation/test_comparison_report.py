@@ -87,26 +87,32 @@ def test_holm_corrects_known_values(values: list[float], expected: list[float]) 
     assert holm(values) == pytest.approx(expected)
 
 
-def test_p_is_the_share_of_resamples_on_the_other_side_of_zero() -> None:
-    """Of 3, 3 and -2 three draws with replacement sum to 9 - 5k, below zero for k >= 2: 7 of 27."""
-    p = p_value([3, 3, -2], [1, 1, 1], [0, 0, 0], [1, 1, 1], resamples=100_000)
-    assert p == pytest.approx(2 * 7 / 27, abs=0.01)
+SLEEP = (  # extra hours of ten patients with each of two drugs (Student 1908); R 4.3: t.test(paired = TRUE)
+    [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0],
+    [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4],
+)
+
+
+def test_p_is_that_of_students_paired_test_on_his_own_data() -> None:
+    one, other = SLEEP
+    p = p_value(one, [1] * 10, other, [1] * 10, resamples=200_000)
+    assert p == pytest.approx(0.002833, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_p_is_below_5_percent_where_the_interval_leaves_out_zero(seed: int) -> None:
+def test_p_is_about_5_percent_where_the_interval_ends_at_zero(seed: int) -> None:
     generator = np.random.default_rng(seed)
     sums, tokens = generator.normal(0.4, 1.0, 30), generator.integers(1, 5, 30)
     zero = np.zeros(30)
     interval = nll_difference(sums, tokens, zero, tokens)
     p = p_value(sums, tokens, zero, tokens)
-    assert (interval.low > 0 or interval.high < 0) == (p < 0.05)
+    assert p < 0.06 if interval.low > 0 or interval.high < 0 else p > 0.04
 
 
-@pytest.mark.parametrize(("documents", "smallest"), [(2, 0.5), (6, 2**-5), (12, 2**-11), (40, 2 / 10_001)])
+@pytest.mark.parametrize(("documents", "smallest"), [(2, 0.5), (6, 2**-5), (12, 2**-11), (40, 2**-39)])
 def test_few_documents_that_agree_are_no_proof(documents: int, smallest: float) -> None:
     ones, zeros = [1.0] * documents, [0.0] * documents
-    assert p_value(ones, ones, zeros, ones) == pytest.approx(smallest) == pytest.approx(smallest_p(documents, 10_000))
+    assert p_value(ones, ones, zeros, ones) == smallest == smallest_p(documents)
 
 
 @pytest.mark.parametrize("nll", [math.nan, math.inf])
@@ -152,9 +158,9 @@ def test_the_correction_counts_the_comparisons_with_one_bar_that_could_differ() 
 def test_many_arms_make_one_of_them_no_proof() -> None:
     many = {f"arm {index}": 2.0 + WOBBLE + index / 1e4 for index in range(110)}
     crowded = report(many, resamples=2000)
-    assert found(crowded, "good")["p"] == pytest.approx(2 / 2001)
+    assert found(crowded, "good")["p"] == 2**-11
     assert found(crowded, "good")["verdict"] == "not clearly different"
-    assert "no verdict is possible: 12 documents, 2000 resamples, 114 comparisons" in " ".join(str(crowded).split())
+    assert "no verdict is possible: 12 documents, 114 comparisons" in " ".join(str(crowded).split())
 
 
 def test_both_bars_are_compared_with_and_once_with_one_another() -> None:
