@@ -85,7 +85,8 @@ def run_cell(method: str, recipe: str, out: Path, steps: int) -> dict[str, Any]:
 
 def cell(found: dict[str, Any], arm: str, length: int) -> str:
     """A perplexity with its interval."""
-    row = next(row for row in found["rows"] if (row["arm"], row["context_length"]) == (arm, length))
+    rows = PerplexityReport.from_dict(found).rows
+    row = next(row for row in rows if (row["arm"], row["context_length"]) == (arm, length))
     return f"{row['perplexity']:.1f} [{row['low']:.1f}, {row['high']:.1f}]"
 
 
