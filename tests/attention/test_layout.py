@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from hf_posext.attention.layout import Channels, Layout, LayoutError, fit
+import hf_posext
+from hf_posext.attention.layout import Channels, Layout, LayoutError, fit, usual
 
 TOKENS = 24
 
@@ -160,3 +162,50 @@ def test_what_is_no_rotation_of_pairs_is_refused(kind: str) -> None:
 def test_a_norm_before_the_rotation_is_none_of_its_business() -> None:
     angles, still = angles_for(8), normed(head(16))
     assert pairs_of(fit("a", still, rotated(still, halves(16), angles), angles)) == set(halves(16))
+
+
+@pytest.mark.parametrize(("kind", "place"), [("halves", 0), ("side_by_side", 1), ("partial_in_front", 0)])
+def test_usual_layouts_are_those_that_are_found_by_watching(kind: str, place: int) -> None:
+    width, pairs, _ = KINDS[kind]
+    layout = usual("a", width, len(pairs))[place]
+    assert pairs_of(layout) == set(pairs)
+    assert (layout.name, layout.width, layout.rotated) == ("a", width, 2 * len(pairs))
+
+
+def test_no_usual_layout_rotates_more_channels_than_a_head_has() -> None:
+    assert usual("a", 14, 8) == []
+
+
+def gemma(*silenced: int) -> Gemma3ForCausalLM:
+    """A random Gemma-3 whose keys have nothing in some channels of a head, as in some released ones."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=32, initializer_range=0.3, pad_token_id=None,
+        layer_types=["full_attention"], bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.self_attn.k_norm.weight[list(silenced)] = -1.0  # its scale is 1 + weight
+    return model
+
+
+@pytest.mark.parametrize("silenced", [(), (3,), (3, 11), (0, 3, 5, 13)])
+def test_a_channel_without_content_hides_no_layout(silenced: tuple[int, ...]) -> None:
+    """One layer, so that the last of 64 tokens must be read as by the patch with the factor 64 / 32."""
+    ids = torch.randint(0, 50, (1, 64), generator=torch.Generator().manual_seed(1))
+    model = gemma(*silenced)
+    with torch.no_grad():
+        short = model(ids[:, :32]).logits
+        with hf_posext.patched(model, "yarn", 2):
+            expected = model(ids).logits[:, -1]
+        hf_posext.patch_model(model, "yarn", 2, dynamic=True)
+        assert torch.equal(model(ids[:, :32]).logits, short)
+        torch.testing.assert_close(model(ids).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["self_extend", "rerope"])
+def test_distances_are_remapped_though_a_channel_has_no_content(method: str) -> None:
+    model = hf_posext.patch_model(gemma(3, 5), method, 2)
+    assert hf_posext.inspect_model(model).record is not None
