@@ -112,7 +112,7 @@ def check_blocks(network: nn.Module) -> None:
     if cache_argument(network) is None or not hasattr(network, "config"):
         why = "takes no cache of keys and values"
     elif follows_length(network):
-        why = "turns its keys by the length of the whole input, as its checkpoint says, which cached ones cannot follow"
+        why = "reads each token by the length of the whole input, which cached ones cannot follow"
     elif sees_ahead(network):
         why = "looks at the following tokens too"
     if why is not None:

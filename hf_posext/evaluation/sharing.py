@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posext.evaluation.windows import Pass
-from hf_posext.mechanisms import find_root, find_sites
+from hf_posext.mechanisms import find_root, find_sites, has_rows
 from hf_posext.mechanisms.rotary import LENGTH_DEPENDENT, rope_type
+from hf_posext.records import record_of
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,16 @@ def _runs_of(passes: Sequence[Pass], indices: Sequence[int]) -> list[Run]:
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Whether a checkpoint's own type turns all keys by the length of the input, as no cache can follow.
+    """Whether every token is read by the length of the whole input, as no cache can follow.
 
-    These are `dynamic` and `longrope` of transformers. A patch of ours goes by the token that reads.
+    It is so with the checkpoint types `dynamic` and `longrope` of transformers, which turn all keys, and with our
+    `dynamic=True` on a table, which is chosen for a whole row. On other encodings ours goes by the token that reads.
     """
     if find_root(model) is None:
         return False
-    return any(site.mechanism == "rotary" and rope_type(site) in LENGTH_DEPENDENT for site in find_sites(model))
+    record = record_of(model)
+    is_dynamic = record is not None and record.dynamic
+    return any(
+        rope_type(site) in LENGTH_DEPENDENT if site.mechanism == "rotary" else is_dynamic and has_rows(site)
+        for site in find_sites(model)
+    )

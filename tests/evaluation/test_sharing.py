@@ -161,6 +161,20 @@ def test_blocks_with_a_cache_give_the_nll_of_one_pass(name: str, size: int) -> N
     torch.testing.assert_close(found, [direct(model, window) for window in windows], rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_linear_bias_that_follows_the_length_is_read_in_blocks(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    config = transformers.MptConfig(
+        vocab_size=50, d_model=32, n_layers=2, n_heads=4, max_seq_len=32, initializer_range=0.3
+    )
+    model = hf_posext.patch_model(transformers.MptForCausalLM(config).eval(), "pi", 2, dynamic=dynamic)
+    windows = [*long_window(48), *long_window(20)]
+    expected = [direct(model, window) for window in windows]
+    for size in (7, 64):
+        found = score(model, windows, prefill_chunk_size=size)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("patch", list(PATCHES)[1:])
 def test_a_patched_model_is_read_in_blocks_as_in_one_pass(patch: str) -> None:
     model = tiny_llama()
@@ -202,11 +216,13 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**{**SIZES, "pad_token_id": 0})).eval()
 
 
+BY_LENGTH = "reads each token by the length of the whole input"
 REFUSED: dict[str, tuple[Any, str]] = {
     "no cache": (ContextCounter, "ContextCounter takes no cache of keys and values"),
     "masked": (bert, "BertForMaskedLM (takes no cache|looks at the following tokens too)"),
-    "dynamic": (lambda: own_dynamic("dynamic"), "turns its keys by the length of the whole input"),
-    "longrope": (lambda: own_dynamic("longrope"), "turns its keys by the length of the whole input"),
+    "dynamic": (lambda: own_dynamic("dynamic"), BY_LENGTH),
+    "longrope": (lambda: own_dynamic("longrope"), BY_LENGTH),
+    "dynamic table": (lambda: hf_posext.patch_model(build("gpt2"), "pi", 2, dynamic=True), BY_LENGTH),
 }
 
 
