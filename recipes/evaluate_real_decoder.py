@@ -10,7 +10,7 @@ The last 512 tokens of the Psalms (55,313 tokens with its tokenizer) are scored 
 unpatched, with `yarn` by 2, with `yarn` by 2 whose factor follows the length, and with the formula of transformers
 (`dynamic_ntk`, at the longest only). Text is read in blocks of 1024 tokens with a cache, which the five sixths of the
 layers that see 512 tokens need to be fast. One book, so there is no interval: it says what happens at N, not how much
-it is worth. Quantised weights are read as float32. About 65 minutes of one core and 3 GB; `--lengths 1024 4096` is short.
+it is worth. Quantised weights are read as float32. 52 minutes of one core and 3 GB; `--lengths 1024 4096` is short.
 """
 
 from __future__ import annotations
