@@ -81,6 +81,17 @@ def test_the_block_on_tuning_runs(tmp_path, monkeypatch, capsys):
     assert hf_posext.record_of(hf_posext.load_pretrained("llama-pi-4x")).factor == 4
 
 
+def test_the_block_on_evaluation_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks("python") if "hf_posext.compare(" in block]
+    namespace: dict = {}
+    exec("import hf_posext\nfrom hf_posext.demo import load_demo", namespace)
+    exec(block, namespace)
+    assert {"none", "truncate", "window", "yarn (dynamic)"} < set(namespace["report"].arms)
+    assert (tmp_path / "comparison.html").is_file()
+    assert "hf_posext.patch_model(model, 'self_extend'" in capsys.readouterr().out
+
+
 def test_the_matrix_of_mechanisms_is_the_registry():
     head, _, *rows = re.search(r"\| method \| rotary .*?\n\n", README, flags=re.DOTALL)[0].strip().splitlines()
     columns = [cell.strip() for cell in head.strip("|").split("|")][1:]
