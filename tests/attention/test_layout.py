@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hf_posext
 from hf_posext.attention.layout import Channels, Layout, LayoutError, fit, usual
@@ -176,18 +176,17 @@ def test_no_usual_layout_rotates_more_channels_than_a_head_has() -> None:
     assert usual("a", 14, 8) == []
 
 
-def gemma(*silenced: int) -> Gemma3ForCausalLM:
-    """A random Gemma-3 whose keys have nothing in some channels of a head, as in some released ones."""
+def qwen(*silenced: int) -> Qwen3ForCausalLM:
+    """A random Qwen3 whose keys have nothing in some channels of a head, as in a released Gemma-3."""
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
+    config = Qwen3Config(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=32, initializer_range=0.3, pad_token_id=None,
-        layer_types=["full_attention"], bos_token_id=None, eos_token_id=None,
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = Gemma3ForCausalLM(config).eval()
-    for layer in model.model.layers:
-        with torch.no_grad():
-            layer.self_attn.k_norm.weight[list(silenced)] = -1.0  # its scale is 1 + weight
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_norm.weight[list(silenced)] = 0
     return model
 
 
@@ -195,7 +194,7 @@ def gemma(*silenced: int) -> Gemma3ForCausalLM:
 def test_a_channel_without_content_hides_no_layout(silenced: tuple[int, ...]) -> None:
     """One layer, so that the last of 64 tokens must be read as by the patch with the factor 64 / 32."""
     ids = torch.randint(0, 50, (1, 64), generator=torch.Generator().manual_seed(1))
-    model = gemma(*silenced)
+    model = qwen(*silenced)
     with torch.no_grad():
         short = model(ids[:, :32]).logits
         with hf_posext.patched(model, "yarn", 2):
@@ -207,5 +206,5 @@ def test_a_channel_without_content_hides_no_layout(silenced: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("method", ["self_extend", "rerope"])
 def test_distances_are_remapped_though_a_channel_has_no_content(method: str) -> None:
-    model = hf_posext.patch_model(gemma(3, 5), method, 2)
+    model = hf_posext.patch_model(qwen(3, 5), method, 2)
     assert hf_posext.inspect_model(model).record is not None
