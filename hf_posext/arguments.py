@@ -10,6 +10,7 @@ from hf_posext.errors import unknown
 
 LAYERS = ("full", "all")
 SCALES = ("live", "frozen")
+LONGEST = 2**40  # tokens
 
 
 def as_float(value: Real) -> float:
@@ -41,12 +42,14 @@ def check_length(name: str, value: object) -> int:
 
     Raises:
         TypeError: not a whole number (bool included).
-        ValueError: below 1.
+        ValueError: below 1, or more than any model could read.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{name}` must be a whole number of tokens, got {value!r} of type {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1 token, got {value!r}.")
+    if int(value) > LONGEST:
+        raise ValueError(f"`{name}` must be at most {LONGEST} tokens (2^40), got {value!r}.")
     return int(value)
 
 

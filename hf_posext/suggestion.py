@@ -104,12 +104,15 @@ class Suggestion(Report):
         return patch_model(model, **self.arguments)
 
     def command(self, model: str = "MODEL", out: str = "OUT") -> str:
-        """The command line to copy; empty where nothing is to be done, or N was given, which no command takes."""
-        if self.method is None or "original_max_position_embeddings" in self.arguments:
+        """The command line to copy; empty where nothing is to be done."""
+        if self.method is None:
             return ""
         words = [f"--method {self.method}", f"--target-length {self.target_length}"]
         words += ["--dynamic"] if self.options.get("dynamic") else []
-        words += [f"--option {name}={plain(value)}" for name, value in self.options.items() if name != "dynamic"]
+        more = {
+            name: value for name, value in self.arguments.items() if name not in ("method", "target_length", "dynamic")
+        }
+        words += [f"--option {name}={plain(value)}" for name, value in more.items()]
         return " ".join(["posext patch", model, f"--out {out}", *words])
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,7 +202,8 @@ def suggest(
     chosen = next((each for each in tried if not each.problem), NOTHING)
     patches = [each for each in tried if each.is_patch]
     if documents is None or not patches:
-        return build(facts, wanted, tried, chosen, Trial())
+        notes = [] if documents is None else ["The documents were not used: there is nothing to measure on them."]
+        return build(facts, wanted, tried, chosen, Trial(notes=notes))
     unusable = why_unmeasured(model)
     if unusable is not None:
         return build(facts, wanted, tried, chosen, Trial(notes=[unusable]))
@@ -207,7 +211,10 @@ def suggest(
     trial = measure(Bench(model, tokenizer, deep, facts, wanted, deadline, progress), patches)
     if trial.report is not None:
         able = [each for each in tried if not each.problem]
-        chosen = choose(trial.report, able, wanted) or chosen
+        best = choose(trial.report, able, wanted)
+        if best is None:
+            trial = Trial(notes=[*trial.notes, "No method has a finite loss on these documents, so it is by rules."])
+        chosen = best or chosen
     return build(facts, wanted, tried, chosen, trial)
 
 

@@ -167,3 +167,11 @@ def test_number_that_is_not_positive_and_finite_is_refused(value: float) -> None
     with pytest.raises(ValueError, match=r"^`beta_fast` must be a finite number > 0, got ") as caught:
         check_positive("beta_fast", value)
     assert str(caught.value).endswith(f"got {value!r}.")
+
+
+def test_no_model_reads_more_than_a_trillion_tokens():
+    assert check_length("target_length", 2**40) == 2**40
+    with pytest.raises(
+        ValueError, match=r"`target_length` must be at most 1099511627776 tokens \(2\^40\), got 10{23}\."
+    ):
+        check_length("target_length", 10**23)

@@ -452,3 +452,27 @@ def test_on_the_demo_model_it_measures_the_order_of_the_readme() -> None:
     assert found.method in ("self_extend", "rerope")
     assert shown["self_extend group_size=dynamic"] < shown["yarn (dynamic)"] < shown["pi"]
     assert found.versus_truncate == "not clearly different"
+
+
+def test_a_length_that_was_given_is_part_of_the_command() -> None:
+    found = suggest(tiny_model("llama"), 2 * N, original_max_position_embeddings=N)
+    assert f"--option original_max_position_embeddings={N}" in found.command()
+
+
+def test_documents_that_have_no_use_are_named() -> None:
+    found = suggest(tiny_model("llama"), N, long_documents())
+    assert found.notes[0] == "The documents were not used: there is nothing to measure on them."
+
+
+def test_a_model_without_a_finite_loss_is_advised_by_rules() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = math.nan
+    found = suggest(model, 2 * N, long_documents(), progress=False)
+    assert (found.basis, found.comparison) == ("rules", None)
+    assert "No method has a finite loss on these documents, so it is by rules." in found.notes
+
+
+def test_numbers_of_a_model_that_will_be_tuned_are_said_to_be_of_before() -> None:
+    found = suggest(tiny_model("llama"), 2 * N, long_documents(), tuned=True, progress=False)
+    assert found.reasons[0] == "These are measurements before tuning, which changes the order of methods."

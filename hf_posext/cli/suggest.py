@@ -29,6 +29,9 @@ def run(
     portable: Annotated[
         bool, typer.Option("--portable", help="Plain transformers, and what reads its configs, must load the result.")
     ] = False,
+    original_max_position_embeddings: Annotated[
+        int | None, typer.Option(help="The trained length in tokens, where the config does not say it.")
+    ] = None,
     short_text: Annotated[
         bool,
         typer.Option("--short-text/--no-short-text", help="Text up to the trained length has to be read as before."),
@@ -50,6 +53,7 @@ def run(
             portable=portable,
             short_text=short_text,
             time_budget=time_budget,
+            original_max_position_embeddings=original_max_position_embeddings,
             text_column=text_column,
         )
     command = suggestion.command(model)

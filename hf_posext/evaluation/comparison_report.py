@@ -159,7 +159,7 @@ class ComparisonReport(PerplexityReport):
         """One arm against a bar, p not yet corrected."""
         difference = self.difference(one.arm, other.arm, one.context_length)
         same = one.nll == other.nll
-        p = 1.0 if same else p_value(one.nll, one.tokens, other.nll, other.tokens, **self._bootstrap)
+        p = 1.0 if same else p_value(one.nll, one.tokens, other.nll, other.tokens)
         known = None if math.isnan(p) or len(one.documents) < 2 else p
         return {**difference, "p": known, "p_holm": known}
 

@@ -61,7 +61,7 @@ def captions(report: ComparisonReport) -> list[str]:
         f"protocol {report.protocol['protocol']} ({report.targets_text}), {documents} documents, "
         f"bos {report.protocol['bos']}, trained length {report.trained_length} tokens, in brackets 95 % over documents"
     )
-    words = "better, worse, ~ (not clearly different): p < 0.05 of the paired bootstrap, Holm-corrected over each bar"
+    words = "better, worse, ~ (not clearly different): paired p < 0.05, Holm-corrected over each bar"
     return [about, *([words] if report.significance else []), *_resolution(report), *patches(report)]
 
 

@@ -186,7 +186,7 @@ def _label_axes(axes: Axes, report: PerplexityReport, title: str) -> None:
     axes.set_xlabel("context length (tokens)")
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    decades = math.log10(high / low)
+    decades = math.log10(high / low) if 0 < low < high < math.inf else 0
     if decades < 1:  # less than a decade has hardly a tick at 1, 2 and 5
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     else:

@@ -40,6 +40,8 @@ from hf_posext.evaluation.windows import Pass
 
 NOT_CAUSAL = "A causal LM head is needed, where a token is predicted from those before it; {what}. {hint}"
 LOGITS = 2**23  # numbers in the logits that the head makes at a time, 32 MB in fp32, however large the vocabulary
+BLOCK = 4  # tokens at a time, at most, of the trial that blocks are
+EXACT, COARSE = 1e-3, 0.1  # what rounding may do to logits in that trial, in fp32 and in half precision
 HINT = "Load the model with AutoModelForCausalLM."
 MASKED = "Measure a masked LM with `pseudo_perplexity`, and load any other model with AutoModelForCausalLM."
 
@@ -79,7 +81,7 @@ def score(
     """
     network = causal_lm(model)
     if prefill_chunk_size is not None:
-        check_blocks(network)
+        check_blocks(network, prefill_chunk_size)
     rank, processes = _place()
     scores: dict[int, Tensor] = {}
     failure: LengthError | None = None
@@ -102,8 +104,8 @@ def score(
     return [scores[index] for index in range(len(windows))]
 
 
-def check_blocks(network: nn.Module) -> None:
-    """Refuses a model that a cache does not read as one pass does.
+def check_blocks(network: nn.Module, block: int) -> None:
+    """Refuses a model that a cache does not read as one pass does, which is also measured on a few tokens.
 
     Raises:
         ValueError: says why, and to leave `prefill_chunk_size` out.
@@ -113,8 +115,8 @@ def check_blocks(network: nn.Module) -> None:
         why = "takes no cache of keys and values"
     elif follows_length(network):
         why = "reads each token by the length of the whole input, which cached ones cannot follow"
-    elif sees_ahead(network):
-        why = "looks at the following tokens too"
+    elif not reads_blocks(network, min(block, BLOCK)):
+        why = "reads blocks with a cache otherwise than one pass"
     if why is not None:
         raise ValueError(f"{kind} {why}, so it cannot be read in blocks. Leave `prefill_chunk_size` out.")
 
@@ -135,6 +137,21 @@ def check_causal(model: nn.Module) -> None:
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} has none", hint=HINT))
     if sees_ahead(network):
         raise ValueError(NOT_CAUSAL.format(what=f"{kind} looks at the following tokens too", hint=MASKED))
+
+
+def reads_blocks(network: nn.Module, block: int) -> bool:
+    """Whether blocks of so many tokens give the logits of one pass; recurrent layers often begin anew with each."""
+    words = vocabulary(network) or 2
+    ids = (torch.arange(4 * BLOCK) ** 2 * 7 + 3)[None] % words
+    with evaluating(network), torch.no_grad():
+        whole = logits_of(network, ids).float()
+        try:
+            parts = [logits_of(network, part, cache).float() for _, part, cache in _blocks(network, ids, block)]
+        except Exception:  # whatever a foreign forward raises at a cache that it does not know
+            return False
+    spread = (whole - whole.mean(-1, keepdim=True)).norm()
+    exact = torch.finfo(next(network.parameters()).dtype).eps < 1e-6
+    return bool((torch.cat(parts) - whole).norm() <= (EXACT if exact else COARSE) * spread)
 
 
 def _score_batch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,25 +46,21 @@ def shared(passes: Sequence[Pass], *, beginnings: bool = False) -> list[Run]:
             alike, but to rounding only, since kernels cut longer input elsewhere; what is read from a pass of the same
             tokens is equal to the last bit.
     """
-    groups: dict[bytes, list[int]] = defaultdict(list)
-    shortest = min((len(window.fed) for window in passes), default=0)
-    for index, window in enumerate(passes):
-        groups[(window.fed[:shortest] if beginnings else window.fed).numpy().tobytes()].append(index)
-    runs = [run for group in groups.values() for run in _runs_of(passes, group)]
-    return sorted(runs, key=lambda run: run.members[0][0])
-
-
-def _runs_of(passes: Sequence[Pass], indices: Sequence[int]) -> list[Run]:
-    """Runs for passes that may have one beginning, the longest of which are read."""
+    keys = [window.fed.numpy().tobytes() for window in passes]
     members: dict[int, list[int]] = {}
-    for index in sorted(indices, key=lambda index: len(passes[index].fed), reverse=True):
-        fed = passes[index].fed
-        owner = next((other for other in members if torch.equal(passes[other].fed[: len(fed)], fed)), index)
-        members.setdefault(owner, []).append(index)
-    return [
+    owner = None
+    # In this order whatever begins with a text stands right before it, equal texts from the first on.
+    for index in sorted(range(len(keys)), key=lambda index: (keys[index], -index), reverse=True):
+        serves = owner is not None and (
+            keys[owner].startswith(keys[index]) if beginnings else keys[owner] == keys[index]
+        )
+        owner = owner if serves else index
+        members.setdefault(owner or 0, []).append(index)
+    runs = [
         Run(passes[owner].fed, tuple((index, passes[index]) for index in sorted(served)))
         for owner, served in members.items()
     ]
+    return sorted(runs, key=lambda run: run.members[0][0])
 
 
 def follows_length(model: nn.Module) -> bool:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hf_posext.evaluation.statistics import LEVEL, RESAMPLES, arm_of, beyond, mean_of, resampled_differences
+from hf_posext.evaluation.statistics import LEVEL, arm_of, beyond, mean_of, paired_documents
 
 BETTER, WORSE, UNCLEAR = "better", "worse", "not clearly different"
 
@@ -18,11 +19,8 @@ def p_value(
     tokens: Sequence[int],
     versus_sums: Sequence[float],
     versus_tokens: Sequence[int],
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> float:
-    """Two-sided p of no difference of two arms' mean NLL: Student's t by the spread of what `nll_difference` draws.
+    """Two-sided p of no difference of two arms' mean NLL: Student's t of a difference of two ratios.
 
     It is never below `smallest_p`: very few documents that agree would make anything certain.
 
@@ -31,8 +29,6 @@ def p_value(
         tokens: scored tokens of each document, first arm.
         versus_sums: the same documents in the same order, second arm.
         versus_tokens: scored tokens, second arm.
-        resamples: bootstrap samples.
-        seed: of the generator.
 
     Returns:
         0 to 1; NaN for fewer than two documents, and where the difference is not a number.
@@ -40,18 +36,24 @@ def p_value(
     Raises:
         ValueError: arms over different numbers of documents.
 
-    Source: Efron and Tibshirani 1993, standard error by the bootstrap (chapter 6) and t interval (section 12.2), the
-    error times sqrt(n / (n - 1)), which makes it that of Student's own test where all documents weigh alike.
+    Source: Cochran 1977, section 6.4 (standard error of a ratio, linearised); where all documents weigh alike it is
+    Student's own paired test.
     """
     arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
-    documents, difference = arm[0].size, float(mean_of(*arm) - mean_of(*versus))
-    drawn = [*resampled_differences(arm, versus, resamples, seed)]
-    if not drawn or not math.isfinite(difference):
+    documents = paired_documents(arm, versus)
+    difference = float(mean_of(*arm) - mean_of(*versus))
+    if documents < 2 or not math.isfinite(difference):
         return math.nan
-    error = float(np.concatenate(drawn).std()) * math.sqrt(documents / (documents - 1))
+    parts = _influence(*arm) - _influence(*versus)
+    error = float(parts.std(ddof=1)) / math.sqrt(documents)
     if error == 0:
         return smallest_p(documents) if difference else 1.0
     return max(2 * beyond(abs(difference) / error, documents - 1), smallest_p(documents))
+
+
+def _influence(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What each document adds to the mean NLL beside an average one, in nats per token, [documents]."""
+    return (sums - mean_of(sums, tokens) * tokens) / tokens.mean()
 
 
 def smallest_p(documents: int) -> float:

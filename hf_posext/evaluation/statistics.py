@@ -75,8 +75,12 @@ def nll_difference(
         ValueError: arms over different numbers of documents.
     """
     arm, versus = arm_of(sums, tokens), arm_of(versus_sums, versus_tokens)
-    differences = resampled_differences(arm, versus, resamples, seed)
-    return _estimate(mean_of(*arm) - mean_of(*versus), differences, arm[0].size)
+    documents = paired_documents(arm, versus)
+    resampled = (
+        mean_of(*(part[picks] for part in arm)) - mean_of(*(part[picks] for part in versus))
+        for picks in draws(documents, resamples, seed)
+    )
+    return _estimate(mean_of(*arm) - mean_of(*versus), resampled, documents)
 
 
 def perplexity_of(nll: float) -> float:
@@ -112,16 +116,15 @@ def arm_of(sums: Sequence[float], tokens: Sequence[int]) -> Arm:
     return np.asarray(sums, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
 
 
-def resampled_differences(arm: Arm, versus: Arm, resamples: int, seed: int) -> Iterator[NDArray[np.float64]]:
-    """Differences of two arms' mean NLL, both over the same drawn documents, [block] at a time.
+def paired_documents(arm: Arm, versus: Arm) -> int:
+    """How many documents two arms have in common.
 
     Raises:
         ValueError: arms over different numbers of documents.
     """
     if arm[0].size != versus[0].size:
         raise ValueError(f"A paired difference needs the same documents, got {arm[0].size} and {versus[0].size}.")
-    for picks in draws(arm[0].size, resamples, seed):
-        yield mean_of(*(part[picks] for part in arm)) - mean_of(*(part[picks] for part in versus))
+    return arm[0].size
 
 
 def mean_of(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:

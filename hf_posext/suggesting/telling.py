@@ -89,7 +89,8 @@ def about_numbers(report: ComparisonReport, chosen: Tried, wanted: Wanted) -> li
     length, trained = wanted.target_length, report.trained_length
     found = {row["arm"]: row for row in report.rows if row["context_length"] == length}
     price = next(row for row in report.short_rows if row["arm"] == chosen.name)
-    sentences = [
+    sentences = ["These are measurements before tuning, which changes the order of methods."] if wanted.tuned else []
+    sentences += [
         f"Measured on {found[chosen.name]['documents']} documents: `{chosen.name}` has a perplexity of "
         f"{number(found[chosen.name]['perplexity'])} at {length} tokens, `truncate` (the last {trained} tokens) "
         f"{number(found['truncate']['perplexity'])}: {against(report, chosen.name, length)}.",

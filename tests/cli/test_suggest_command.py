@@ -67,3 +67,10 @@ def test_too_short_a_text_is_refused(texts: Path) -> None:
     outcome = posext("demo:llama", "--target-length", 4096, "--text", texts, "--text-column", "body")
     assert isinstance(outcome.exception, ValueError)
     assert "`documents` must hold at least one of 4097 tokens" in str(outcome.exception)
+
+
+def test_the_trained_length_can_be_given() -> None:
+    words = ["--original-max-position-embeddings", 128, "--json"]
+    data = json.loads(posext("demo:llama", "--target-length", 512, *words).stdout)
+    assert data["trained_length"] == 128
+    assert "--option original_max_position_embeddings=128" in data["command"]

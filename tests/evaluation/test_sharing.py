@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_posext
 from hf_posext.evaluation.perplexity import perplexity
-from hf_posext.evaluation.scoring import score
+from hf_posext.evaluation.scoring import check_blocks, score
 from hf_posext.evaluation.sharing import follows_length, shared
 from hf_posext.evaluation.windows import Window, disjoint_windows, sliding_windows, tail_windows
 from tests.evaluation.stubs import ContextCounter, documents, tiny_llama
@@ -78,9 +78,21 @@ def test_a_grid_of_lengths_needs_a_run_for_each_beginning_only() -> None:
     assert len(shared(windows)) == 24
 
 
+def test_many_texts_behind_one_token_are_told_apart_quickly() -> None:
+    """A run for each, in an order in which none has to be compared with all others (which took minutes)."""
+    windows = disjoint_windows([*documents(*[60] * 4000), torch.tensor([1])], 64, prefix=0, bos=0)[0]
+    assert len(shared(windows, beginnings=True)) == 4000
+
+
 @pytest.mark.parametrize("windows", [sliding_windows(documents(60), 16, 5)[0], disjoint_windows(documents(60), 16)[0]])
 def test_windows_that_begin_elsewhere_share_nothing(windows: list[Window]) -> None:
     assert len(shared(windows, beginnings=True)) == len(windows)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial of the model before it is read in blocks, which would be counted as well."""
+    monkeypatch.setattr("hf_posext.evaluation.scoring.check_blocks", lambda network, block: None)
 
 
 PATCHES: dict[str, dict[str, Any]] = {
@@ -96,6 +108,7 @@ PATCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("patch", PATCHES)
 def test_a_shared_run_gives_the_nll_of_each_pass_alone(patch: str) -> None:
     model = tiny_llama()
@@ -184,6 +197,7 @@ def test_a_patched_model_is_read_in_blocks_as_in_one_pass(patch: str) -> None:
     torch.testing.assert_close(found, [direct(model, window) for window in windows], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_no_more_than_a_block_is_read_at_a_time_and_each_token_once() -> None:
     model = tiny_llama()
     runs = Runs(model)
@@ -191,6 +205,7 @@ def test_no_more_than_a_block_is_read_at_a_time_and_each_token_once() -> None:
     assert runs == [13, 13, 13, 9]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_scored_rows_alone_reach_the_head_block_by_block() -> None:
     model = tiny_llama()
     rows: list[int] = []
@@ -198,7 +213,7 @@ def test_scored_rows_alone_reach_the_head_block_by_block() -> None:
     (window,) = long_window(48)
     score(model, [Window(0, window.tokens, 30, 48)], chunk=4, prefill_chunk_size=13)
     assert max(rows) == 4
-    assert sum(rows) == 19 + 4 + 4  # the targets, the proof that the model is causal, and that of its backbone
+    assert sum(rows) == 19 + 4  # the targets, and the proof of the backbone
 
 
 @pytest.mark.parametrize("protocol", ["tail", "full", "sliding", "disjoint"])
@@ -217,13 +232,30 @@ def bert() -> nn.Module:
 
 
 BY_LENGTH = "reads each token by the length of the whole input"
+
+
+def recurrent(name: str, **settings: Any) -> nn.Module:
+    """A random model with layers that carry a state of their own, which keys and values do not hold."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **settings})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+OTHERWISE = "reads blocks with a cache otherwise than one pass"
 REFUSED: dict[str, tuple[Any, str]] = {
     "no cache": (ContextCounter, "ContextCounter takes no cache of keys and values"),
-    "masked": (bert, "BertForMaskedLM (takes no cache|looks at the following tokens too)"),
+    "masked": (bert, "BertForMaskedLM (takes no cache|reads blocks with a cache otherwise than one pass)"),
     "dynamic": (lambda: own_dynamic("dynamic"), BY_LENGTH),
     "longrope": (lambda: own_dynamic("longrope"), BY_LENGTH),
+    "recurrent": (lambda: recurrent("recurrent_gemma", lru_width=32, attention_window_size=16), OTHERWISE),
     "dynamic table": (lambda: hf_posext.patch_model(build("gpt2"), "pi", 2, dynamic=True), BY_LENGTH),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HYBRID)
+def test_rounding_in_half_precision_is_no_reason_to_refuse_a_model(name: str, dtype: torch.dtype) -> None:
+    check_blocks(HYBRID[name]().to(dtype), 1)
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
