@@ -29,3 +29,8 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), allowed, n=1)
     hint = f" Did you mean `{near[0]}`?" if near else ""
     return f"Unknown {what} {name!r}.{hint} Allowed: {quoted(allowed)}."
+
+
+def cause_of(error: Exception) -> str:
+    """What is wrong, without the next step and the full stop, as a part of another sentence."""
+    return " ".join(str(error).partition(". ")[0].split()).rstrip(".")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_posext.errors import PatchError
+from hf_posext.errors import PatchError, cause_of
 from hf_posext.evaluation.arms import check_reach
 from hf_posext.evaluation.forwards import LengthError
 from hf_posext.evaluation.masking import MaskedPlan
@@ -150,7 +150,7 @@ def add_masked_bars(
 
 def left_out(bar: str, error: Exception) -> str:
     """The note on a bar that a model cannot have: what is wrong, without the next step."""
-    return LEFT_OUT.format(bar=bar, reason=str(error).partition(". ")[0].rstrip("."))
+    return LEFT_OUT.format(bar=bar, reason=cause_of(error))
 
 
 def truncated_lengths(settings: Settings, trained: int | None) -> dict[int, int]:

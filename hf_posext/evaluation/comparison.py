@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_posext.arguments import check_flag, check_length
-from hf_posext.errors import PatchError, quoted
+from hf_posext.errors import PatchError, cause_of, quoted
 from hf_posext.evaluation.arms import identify, left_out, no_interval, vocabulary
 from hf_posext.evaluation.bars import add_bars, truncated_lengths
 from hf_posext.evaluation.comparison_arms import Contender, read_contenders
@@ -196,7 +196,7 @@ def _settle(meter: Meter, contenders: Sequence[Contender]) -> tuple[list[Contend
 
 def _reason(contender: Contender, error: Exception) -> str:
     """The note on an arm that a model cannot have: what is wrong, without the next step."""
-    return f"`{contender.name}` is left out: {str(error).partition('. ')[0].rstrip('.')}."
+    return f"`{contender.name}` is left out: {cause_of(error)}."
 
 
 def _ways(measured: Sequence[Contender], meter: Meter) -> list[str]:

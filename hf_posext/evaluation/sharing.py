@@ -48,14 +48,12 @@ def shared(passes: Sequence[Pass], *, beginnings: bool = False) -> list[Run]:
     """
     keys = [window.fed.numpy().tobytes() for window in passes]
     members: dict[int, list[int]] = {}
-    owner = None
+    owner = -1
     # In this order whatever begins with a text stands right before it, equal texts from the first on.
     for index in sorted(range(len(keys)), key=lambda index: (keys[index], -index), reverse=True):
-        serves = owner is not None and (
-            keys[owner].startswith(keys[index]) if beginnings else keys[owner] == keys[index]
-        )
+        serves = owner >= 0 and (keys[owner].startswith(keys[index]) if beginnings else keys[owner] == keys[index])
         owner = owner if serves else index
-        members.setdefault(owner or 0, []).append(index)
+        members.setdefault(owner, []).append(index)
     runs = [
         Run(passes[owner].fed, tuple((index, passes[index]) for index in sorted(served)))
         for owner, served in members.items()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posext.errors import quoted
+from hf_posext.errors import cause_of, quoted
 from hf_posext.evaluation.comparison import compare
 from hf_posext.evaluation.comparison_report import ComparisonReport
 from hf_posext.evaluation.documents import read_documents
@@ -123,8 +123,9 @@ def why_unmeasured(model: nn.Module) -> str | None:
     try:
         check_causal(model)
     except ValueError as error:
-        reason = str(error).partition(". ")[0].rstrip(".")
-        return f"The documents were not used ({reason}): by rules alone. `pseudo_perplexity` measures masked LMs."
+        return (
+            f"The documents were not used ({cause_of(error)}): by rules alone. `pseudo_perplexity` measures masked LMs."
+        )
     return None
 
 

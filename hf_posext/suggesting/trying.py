@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_posext.attention.reading import adapters
+from hf_posext.errors import cause_of
 from hf_posext.mechanisms import root_model
 from hf_posext.patching import patched
 from hf_posext.records import record_of
@@ -61,7 +62,7 @@ def attempt(model: nn.Module, candidate: Candidate, wanted: Wanted) -> Tried:
         with patched(model, **arguments_of(candidate, wanted)):
             record, is_in_attention = record_of(model), bool(adapters(root_model(model)))
     except (RuntimeError, ValueError) as error:  # among them `PatchError`, and a probe that runs out of memory
-        return Tried(candidate, " ".join(str(error).partition(". ")[0].split()).rstrip("."))
+        return Tried(candidate, cause_of(error))
     if record is None or record.native is not None:
         return Tried(candidate)
     if wanted.portable:

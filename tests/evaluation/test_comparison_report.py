@@ -6,6 +6,7 @@ import io
 import json
 import math
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -366,3 +367,10 @@ def test_places_on_the_axes_keep_the_order_of_the_values() -> None:
     places = axes.transData.transform([(0, value) for value in (1.9, 1.99, 2.0, 2.01, 2.3, 4.0)])[:, 1]
     steps = [after - before for before, after in pairwise(places)]
     assert min(steps) > 5
+
+
+def test_a_report_without_one_finite_number_is_drawn() -> None:
+    arms = ("none", "truncate", "window", "good", "bad", "even")
+    void = report(dict.fromkeys(arms, math.nan), dict.fromkeys(("none", "good", "bad", "even"), math.nan))
+    void = replace(void, measurements=[replace(each, nll=(math.nan,) * DOCUMENTS) for each in void.measurements])
+    assert void.plot().axes
